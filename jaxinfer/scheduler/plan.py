@@ -1,0 +1,77 @@
+"""What one step computes, as plain data: the scheduler's output and the runner's input."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from jaxinfer.scheduler.sequence import Sequence
+
+
+class PageUpdate(NamedTuple):
+    """One changed entry of the device's page table."""
+
+    group: int
+    row: int
+    index: int
+    page: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRow:
+    """One sequence's share of a step.
+
+    Attributes:
+      sequence: whose tokens these are.
+      row: its slot in the row state and the page table.
+      start: position of the first token.
+      num_tokens: tokens computed; for a decode, how many steps at most.
+      token_ids: their ids; empty for a decode, whose token is on the device.
+      samples: the last position samples a token.
+      score_from: first position whose next prompt token is to be scored; None for no scoring.
+    """
+
+    sequence: Sequence
+    row: int
+    start: int
+    num_tokens: int
+    token_ids: tuple[int, ...]
+    samples: bool
+    score_from: int | None = None
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether the row continues from the token the device sampled last."""
+        return not self.token_ids
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """One dispatch to the device.
+
+    Attributes:
+      rows: decodes first.
+      admitted: sequences whose row state must be rebuilt before the step.
+      page_updates: entries of the page table that changed.
+      num_steps: decode steps in one dispatch; 1 unless every row is a decode.
+    """
+
+    rows: list[PlannedRow] = field(default_factory=list)
+    admitted: list[Sequence] = field(default_factory=list)
+    page_updates: list[PageUpdate] = field(default_factory=list)
+    num_steps: int = 1
+
+    @property
+    def num_decodes(self) -> int:
+        """Rows that continue from a sampled token."""
+        return sum(row.is_decode for row in self.rows)
+
+    @property
+    def is_decode_only(self) -> bool:
+        """Whether the step has no prompt tokens."""
+        return all(row.is_decode for row in self.rows)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Prompt (or recomputed) tokens in the step."""
+        return sum(row.num_tokens for row in self.rows if not row.is_decode)

@@ -1,0 +1,106 @@
+"""One completion being generated: its tokens, how far they are computed, and the pages it holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Literal
+
+SequenceFinish = Literal["stop", "length", "abort", "error"]
+
+
+class SequenceStatus(Enum):
+    """Where a sequence is in its life."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True, slots=True)
+class StopRule:
+    """When the device and the scheduler end a sequence without looking at its text.
+
+    Attributes:
+      max_tokens: output tokens at most; 0 only scores the prompt.
+      min_tokens: stop ids end nothing before this many output tokens.
+      stop_ids: end-of-sequence and stop token ids.
+    """
+
+    max_tokens: int
+    min_tokens: int = 0
+    stop_ids: frozenset[int] = frozenset()
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """The scheduler's view of one completion.
+
+    Positions, with `num_tokens = len(token_ids) + num_in_flight`:
+
+        [0, num_computed)           in the cache, or dispatched to be
+        [num_computed, num_tokens)  to compute next
+        [len(token_ids), num_tokens) sampled by a dispatched step, ids not yet known to the host
+
+    Attributes:
+      seq_id: unique name.
+      token_ids: prompt and confirmed output.
+      prompt_len: how many of them are the prompt.
+      stop: the rule that ends it.
+      priority: lower runs first.
+      score_prompt: prompt log-probabilities are wanted.
+      steps_in_bulk: several decode steps may be dispatched as one (no stop strings).
+      num_scored: prompt positions whose log-probabilities were already dispatched.
+      pages: physical page per logical page, for each KV group; 0 where a window has moved past.
+      row: the slot in the device's row state while running.
+    """
+
+    seq_id: str
+    token_ids: list[int]
+    prompt_len: int
+    stop: StopRule
+    priority: int = 0
+    score_prompt: bool = False
+    steps_in_bulk: bool = True
+    arrival: int = 0
+    num_computed: int = 0
+    num_in_flight: int = 0
+    num_scored: int = 0
+    pages: list[list[int]] = field(default_factory=list)
+    row: int = -1
+    status: SequenceStatus = SequenceStatus.WAITING
+    finish_reason: SequenceFinish | None = None
+    stop_token: int | None = None
+    num_preemptions: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens it has, those in flight included."""
+        return len(self.token_ids) + self.num_in_flight
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Output tokens, those in flight included."""
+        return self.num_tokens - self.prompt_len
+
+    @property
+    def num_remaining(self) -> int:
+        """Output tokens that may still be sampled."""
+        return self.stop.max_tokens - self.num_output_tokens
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether only its last sampled token is left to compute."""
+        return self.num_output_tokens > 0 and self.num_computed == self.num_tokens - 1
+
+    @property
+    def is_schedulable(self) -> bool:
+        """Whether anything is left to compute."""
+        if self.num_computed < self.prompt_len:
+            return True
+        return self.num_computed < self.num_tokens and self.num_remaining > 0
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """First come, first served within a priority."""
+        return (self.priority, self.arrival)

@@ -1,0 +1,38 @@
+"""Strict JAX settings for every test, two virtual CPU devices, and the two real models."""
+
+import os
+
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import jax
+import pytest
+from jaxtyping import install_import_hook
+
+# Every shape and dtype annotation of the package is checked at run time while testing.
+_hook = install_import_hook(["jaxinfer", "kernels"], "beartype.beartype")
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture(scope="session")
+def smollm2_path():
+    """SmolLM2-135M-Instruct Q4_1 (GGUF), fetched once into the user's cache."""
+    return _fetched("smollm2")
+
+
+@pytest.fixture(scope="session")
+def gemma3_path():
+    """gemma-3-270m Q4_K_M (GGUF), fetched once into the user's cache."""
+    return _fetched("gemma3")
+
+
+def _fetched(name):
+    from real_models import fetch
+
+    try:
+        return fetch(name)
+    except OSError as error:
+        pytest.skip(f"{name} is neither cached nor reachable: {error}")
