@@ -19,8 +19,9 @@ ALLOWED_FILES = [
     "vocab.json",
     "merges.txt",
     "chat_template.*",
+    "additional_chat_templates/*.jinja",
 ]
-IGNORED_FILES = ["*/*", "consolidated*.safetensors"]
+IGNORED_FILES = ["*/*.safetensors", "*/*.json", "consolidated*.safetensors"]
 """Other copies of the same weights: sub-folders, and mistral's own layout."""
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from jaxinfer.scheduler.sequence import Sequence
 
 
-class PageUpdate(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class PageUpdate:
     """One changed entry of the device's page table."""
 
     group: int

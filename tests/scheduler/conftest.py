@@ -94,9 +94,9 @@ class PretendDevice:
         for sequence in plan.admitted:
             self.cached[sequence.row] = 0
             self.alive[sequence.row] = True
-        for group, row, index, page in plan.page_updates:
-            assert page != 0
-            self.table[group, row, index] = page
+        for update in plan.page_updates:
+            assert update.page != 0
+            self.table[update.group, update.row, update.index] = update.page
         sampled = {}
         for row in plan.rows:
             if not self.alive[row.row]:

@@ -1,0 +1,231 @@
+"""The `jaxinfer` command: flags and TOML become configurations, then one subcommand runs.
+
+Imports no jax: `--help` and flag errors are immediate, and `--num-threads` must come before it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from jaxinfer.config import (
+    ConfigError,
+    EngineConfig,
+    ServerConfig,
+    Setting,
+    load_toml,
+    override,
+    settings_of,
+)
+
+EXIT_OK = 0
+EXIT_FAILURE = 1
+EXIT_USAGE = 2
+_DISTRIBUTIONS = ("jaxinfer", "jax", "jaxlib", "flax", "numpy", "aiohttp", "tokenizers")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit code: 0, 1 failed, 2 wrong flags or port taken."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    args = _parser(is_bench=words[:1] == ["bench"]).parse_args(words)
+    try:
+        return args.run(args)
+    except ConfigError as error:
+        print(f"jaxinfer {args.command}: {error}", file=sys.stderr)
+        return EXIT_USAGE
+
+
+def serve_main() -> int:
+    """Runs `jaxinfer serve` with the process's arguments: `serve.py` and `jaxinfer-server`."""
+    return main(["serve", *sys.argv[1:]])
+
+
+def add_settings(
+    parser: argparse.ArgumentParser, config: type[EngineConfig] | type[ServerConfig]
+) -> None:
+    """Adds one flag per field of a configuration; a flag that is not given leaves no attribute."""
+    group = parser.add_argument_group("engine" if config is EngineConfig else "server")
+    for setting in settings_of(config):
+        names = ["--" + setting.name.replace("_", "-"), *setting.aliases]
+        options: dict[str, Any] = {"dest": setting.name, "default": argparse.SUPPRESS}
+        options["help"] = setting.about or argparse.SUPPRESS
+        if setting.kind is bool:
+            options["action"] = argparse.BooleanOptionalAction
+        else:
+            options["type"] = _argument_type(setting)
+            options["metavar"] = "NAME" if setting.kind is str else "N"
+        if setting.is_list:
+            options["action"] = "append"
+        group.add_argument(*names, **options)
+
+
+def _argument_type(setting: Setting) -> Any:
+    parse = setting.parse
+    if parse is None:
+        return setting.kind
+
+    def convert(text: str) -> Any:
+        try:
+            return parse(text)
+        except ConfigError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return convert
+
+
+def configs_from(args: argparse.Namespace) -> tuple[EngineConfig, ServerConfig]:
+    """Returns the configurations: defaults, then the TOML file, then the flags.
+
+    Raises:
+      ConfigError: a file cannot be read, or a value is refused.
+    """
+    values = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in vars(args).items()
+    }
+    engine, server = EngineConfig(), ServerConfig()
+    if getattr(args, "config_path", None) is not None:
+        raise ConfigError(
+            f"config_path {args.config_path!r} names several models, and this release serves one "
+            "per process; start one server per model with --model and --port"
+        )
+    if getattr(args, "config", None) is not None:
+        engine, server = load_toml(args.config)
+    key = os.environ.get("JAXINFER_API_KEY")
+    if key is not None and "api_key" not in values:
+        values["api_key"] = (*server.api_key, key)
+    return override(engine, values), override(server, values)
+
+
+def prepare_process(engine_config: EngineConfig, log_level: str = "info") -> None:
+    """Sets what has to be in place before jax is imported: CPU threads and logging."""
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logging.getLogger("jaxinfer").setLevel(log_level.upper())
+    if engine_config.num_threads is not None:
+        # The size of XLA:CPU's thread pool; it is read once, when the CPU client is made.
+        os.environ["PJRT_NPROC"] = str(engine_config.num_threads)
+    if os.environ.get("MISTRALRS_USE_PAGEABLE_KERNELS", "0") != "0":
+        logging.getLogger("jaxinfer").info(
+            "MISTRALRS_USE_PAGEABLE_KERNELS is set: the KV cache is always paged here"
+        )
+
+
+class _ConfigOrTemplate(argparse.Action):
+    """`-c X.toml` is a configuration; `-c NAME` is a chat template."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        target = "config" if str(values).endswith(".toml") else "chat_template"
+        setattr(namespace, target, values)
+
+
+def _parser(is_bench: bool) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="jaxinfer",
+        description="LLM inference on TPU, GPU and CPU.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"jaxinfer {_version('jaxinfer')}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    serve = _add_command(commands, "serve", "serve a model over OpenAI's HTTP API", _serve)
+    serve.add_argument(
+        "--config",
+        metavar="FILE.toml",
+        default=None,
+        help="settings in a file; flags override it",
+    )
+    serve.add_argument(
+        "-c",
+        action=_ConfigOrTemplate,
+        dest="config_or_template",
+        default=argparse.SUPPRESS,
+        metavar="X",
+        help="--config if it ends in .toml, else --chat-template",
+    )
+    serve.add_argument("--config-path", help=argparse.SUPPRESS)
+    add_settings(serve, EngineConfig)
+    add_settings(serve, ServerConfig)
+
+    bench = _add_command(commands, "bench", "measure throughput and latency", _bench)
+    if is_bench:
+        from jaxinfer import bench as bench_module
+
+        bench_module.add_arguments(bench)
+    _add_command(commands, "doctor", "print versions, devices and caches", _doctor)
+    return parser
+
+
+def _add_command(commands: Any, name: str, summary: str, run: Any) -> argparse.ArgumentParser:
+    command: argparse.ArgumentParser = commands.add_parser(
+        name, help=summary, description=summary, allow_abbrev=False
+    )
+    command.set_defaults(run=run)
+    return command
+
+
+def _serve(args: argparse.Namespace) -> int:
+    engine_config, server_config = configs_from(args)
+    prepare_process(engine_config, server_config.log_level)
+    from jaxinfer.server.serving import serve
+
+    return serve(engine_config, server_config)
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from jaxinfer import bench
+
+    return bench.run(args) or EXIT_OK
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from jaxinfer.checkpoint.default_model import cache_directory
+
+    print(f"{'python':<12}{platform.python_version()} on {platform.platform()}")
+    for name in _DISTRIBUTIONS:
+        print(f"{name:<12}{_version(name)}")
+    print(f"{'cpu':<12}{os.cpu_count()} cores, {_cpu_features()}")
+    cache = cache_directory()
+    print(f"{'models':<12}{cache}{'' if cache.exists() else ' (not there yet)'}")
+    try:
+        import jax
+
+        for device in jax.devices():
+            stats = device.memory_stats() or {}
+            limit = stats.get("bytes_limit")
+            memory = "" if limit is None else f", {limit / 2**30:.1f} GiB usable"
+            print(f"{'device':<12}{device.id}: {device.platform}, {device.device_kind}{memory}")
+    except (ImportError, RuntimeError) as error:
+        print(f"{'device':<12}none: {error}")
+        print("install an accelerator's jax (pip install 'jaxinfer[cuda]' or '[tpu]'), or set")
+        print("JAX_PLATFORMS=cpu to run on the CPU")
+        return EXIT_FAILURE
+    return EXIT_OK
+
+
+def _version(distribution: str) -> str:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _cpu_features() -> str:
+    wanted = ("avx2", "fma", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8", "asimd", "sve")
+    try:
+        words = set(Path("/proc/cpuinfo").read_text(encoding="ascii", errors="ignore").split())
+    except OSError:
+        return "features unknown"
+    return " ".join(name for name in wanted if name in words) or "no vector extension known to us"

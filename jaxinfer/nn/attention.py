@@ -1,0 +1,105 @@
+"""Grouped-query self-attention over the paged KV cache."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float
+
+from jaxinfer.nn.config import DecoderConfig, kv_groups, num_cache_kv_heads
+from jaxinfer.nn.context import ModelContext
+from jaxinfer.nn.linear import Linear
+from jaxinfer.nn.norm import RMSNorm
+from jaxinfer.nn.rotary import RotaryTable, rotate
+from jaxinfer.nn.weights import Part, RowLayout, plain_layout
+from kernels.paged_attention import AttentionMetadata, attend, write
+
+_HEADS = PartitionSpec(None, "tensor")
+_PAGES = PartitionSpec(None, None, "tensor")
+
+
+class Attention(nnx.Module):
+    """Projections, rotation, the cache write, attention, and the output projection.
+
+    Rows of the fused projection are `[K', G' queries then key then value, H]`: KV head after KV
+    head, each repeated K'/K times, so that they split over devices and need no shuffle.
+    """
+
+    def __init__(self, config: DecoderConfig, context: ModelContext, layer_idx: int) -> None:
+        heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        blocks = num_cache_kv_heads(config, context.tensor_parallel)
+        kv_part = Part(kv_heads * head_dim, repeat=blocks // kv_heads)
+        parts = (Part(heads * head_dim, slots=heads // blocks), kv_part, kv_part)
+        make = partial(Linear, context=context)
+        self.qkv = make(
+            config.hidden_size,
+            RowLayout(blocks, head_dim, parts),
+            sharding="column",
+            bias=config.qkv_bias,
+        )
+        out = plain_layout(config.hidden_size)
+        self.out = make(heads * head_dim, out, sharding="row", bias=config.out_bias)
+        self.q_norm = RMSNorm(head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.context = context
+        self.num_kv_heads, self.head_dim = blocks, head_dim
+        self.scale, self.soft_cap = config.attention_scale, config.attention_soft_cap
+        self.window = config.windows[layer_idx]
+        self.group = next(i for i, g in enumerate(kv_groups(config)) if layer_idx in g.layers)
+
+    def __call__(
+        self,
+        x: Float[Array, "T D"],
+        table: RotaryTable,
+        kv: Float[Array, "P page *heads"],
+        metadata: AttentionMetadata,
+    ) -> tuple[Float[Array, "T D"], Float[Array, "P page *heads"]]:
+        """Returns the output without the residual, and the cache with this step's keys in it."""
+        num_tokens = x.shape[0]
+        qkv = self.qkv(x).reshape(num_tokens, self.num_kv_heads, -1, self.head_dim)
+        q, k, v = qkv[:, :, :-2], qkv[:, :, -2:-1], qkv[:, :, -1:]  # [T, K', G' or 1, H]
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q = rotate(q, table).reshape(num_tokens, -1, self.head_dim)
+        new_kv = jnp.concatenate([rotate(k, table), v], axis=2)
+        output, kv = self._write_and_attend(q, new_kv, kv, metadata)
+        return self.out(output.reshape(num_tokens, -1)), kv
+
+    def _write_and_attend(
+        self,
+        q: Float[Array, "T N H"],
+        new_kv: Float[Array, "T K 2 H"],
+        kv: Float[Array, "P page *heads"],
+        metadata: AttentionMetadata,
+    ) -> tuple[Float[Array, "T N H"], Float[Array, "P page *heads"]]:
+        """Runs both kernels on each device's own heads."""
+
+        @partial(
+            jax.shard_map,
+            mesh=self.context.mesh,
+            in_specs=(_HEADS, _HEADS, _PAGES, PartitionSpec()),
+            out_specs=(_HEADS, _PAGES),
+            check_vma=False,  # kernels need not annotate what varies over the mesh
+        )
+        def run(
+            q: jax.Array, new_kv: jax.Array, kv: jax.Array, metadata: AttentionMetadata
+        ) -> tuple[jax.Array, jax.Array]:
+            kv = write(kv, new_kv, metadata.slot_mapping[self.group])
+            output = attend(
+                q,
+                kv,
+                metadata,
+                group=self.group,
+                scale=self.scale,
+                window=self.window,
+                soft_cap=self.soft_cap,
+                implementation=self.context.attention,
+                platform=self.context.platform,
+            )
+            return output, kv
+
+        return run(q, new_kv, kv, metadata)

@@ -1,0 +1,112 @@
+"""The decoder skeleton of every family: embed, layers, final norm, head."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, ClassVar, Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Float32, Int32
+
+from jaxinfer.nn.attention import Attention
+from jaxinfer.nn.config import DecoderConfig, num_cache_kv_heads
+from jaxinfer.nn.context import ModelContext
+from jaxinfer.nn.embedding import Embedding
+from jaxinfer.nn.linear import Linear
+from jaxinfer.nn.mlp import MLP
+from jaxinfer.nn.norm import RMSNorm
+from jaxinfer.nn.rotary import RotaryTable
+from jaxinfer.nn.weights import plain_layout
+from kernels.paged_attention import AttentionMetadata
+
+
+class LayerFactory(Protocol):
+    """What a family's layer class looks like; the layers it makes are called as `DecoderLayer`."""
+
+    def __call__(self, config: DecoderConfig, context: ModelContext, layer_idx: int) -> nnx.Module:
+        """Returns one layer."""
+
+
+class DecoderLayer(nnx.Module):
+    """`x + attention(norm(x))`, then `x + mlp(norm(x))`."""
+
+    def __init__(self, config: DecoderConfig, context: ModelContext, layer_idx: int) -> None:
+        self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.attention = Attention(config, context, layer_idx)
+        self.post_attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config, context)
+
+    def __call__(
+        self,
+        x: Float[Array, "T D"],
+        table: RotaryTable,
+        kv: Float[Array, "P page *heads"],
+        metadata: AttentionMetadata,
+    ) -> tuple[Float[Array, "T D"], Float[Array, "P page *heads"]]:
+        """Returns the hidden states after this layer, and its cache."""
+        attended, kv = self.attention(self.input_norm(x), table, kv, metadata)
+        x = x + attended
+        return x + self.mlp(self.post_attention_norm(x)), kv
+
+
+class CausalLM(nnx.Module):
+    """Token ids to next-token logits through a paged KV cache.
+
+    Families set `layer` and override `embed` or `logits` where they differ.
+
+    Attributes:
+      num_cache_kv_heads: KV heads of each layer's cache, repeated for tensor parallelism.
+
+    Raises:
+      ValueError: the mesh's tensor axis does not divide the query heads.
+    """
+
+    layer: ClassVar[LayerFactory] = DecoderLayer
+
+    def __init__(self, config: DecoderConfig, context: ModelContext) -> None:
+        self.config = config
+        self.context = context
+        self.num_cache_kv_heads = num_cache_kv_heads(config, context.tensor_parallel)
+        vocab = plain_layout(config.vocab_size, multiple_of=context.tensor_parallel)
+        self.embedding = Embedding(config.hidden_size, vocab, context)
+        self.layers = nnx.List(
+            [type(self).layer(config, context, i) for i in range(config.num_layers)]
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        tied = self.embedding.weight if config.tie_word_embeddings else None
+        self.head = Linear(config.hidden_size, vocab, context, sharding="column", weight=tied)
+
+    def __call__(
+        self,
+        token_ids: Int32[Array, " T"],
+        positions: Int32[Array, " T"],
+        kv: tuple[Float[Array, "P page *heads"], ...],
+        metadata: AttentionMetadata,
+    ) -> tuple[Float[Array, "T D"], tuple[Float[Array, "P page *heads"], ...]]:
+        """Returns hidden states after the final norm, and the caches with this step written."""
+        rotaries = self.config.rotaries
+        tables = {rotary: rotary.table(positions) for rotary in dict.fromkeys(rotaries)}
+        x = self.embed(token_ids)
+        new_kv = []
+        for layer, rotary, pages in zip(self.layers, rotaries, kv, strict=True):
+            graphdef, state = nnx.split(layer)
+            x, pages = _run_layer(graphdef, state, x, tables[rotary], pages, metadata)
+            new_kv.append(pages)
+        return self.norm(x), tuple(new_kv)
+
+    def embed(self, token_ids: Int32[Array, " T"]) -> Float[Array, "T D"]:
+        """Returns what enters the first layer."""
+        return self.embedding(token_ids)
+
+    def logits(self, hidden: Float[Array, "R D"]) -> Float32[Array, "R V"]:
+        """Returns float32 logits of the vocabulary, on every device, for some hidden rows."""
+        logits = self.head(hidden, out_dtype=jnp.float32)
+        return self.context.constrain(logits[:, : self.config.vocab_size])
+
+
+@partial(jax.jit, static_argnums=0)
+def _run_layer(graphdef: Any, state: Any, *inputs: Any) -> tuple[jax.Array, jax.Array]:
+    """Calls a layer inside its own jit: layers with equal graphdefs are traced and lowered once."""
+    return nnx.merge(graphdef, state)(*inputs)

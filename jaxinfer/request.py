@@ -1,0 +1,122 @@
+"""One request as the engine takes it, and the text state of each of its completions."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+from jaxinfer.outputs import FinishReason, OutputDelta, TokenLogprob
+from jaxinfer.sampling_params import SamplingParams
+
+
+class QueueFullError(RuntimeError):
+    """Too many requests wait; try again later."""
+
+
+class EngineDeadError(RuntimeError):
+    """The engine stopped; no request can be served any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """A prompt and how to continue it.
+
+    Attributes:
+      request_id: unique among the requests in flight.
+      prompt_token_ids: at least one id.
+      params: sampling settings; None for seed draws one, None for max_tokens fills the context.
+      priority: lower runs first.
+      arrival_time: monotonic seconds.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    priority: int = 0
+    arrival_time: float = field(default_factory=time.monotonic)
+
+
+@runtime_checkable
+class TextStream(Protocol):
+    """Token ids to text, a complete character at a time."""
+
+    def push(self, token_id: int) -> str:
+        """Returns the text this id completes."""
+
+    def flush(self) -> str:
+        """Returns what is left at the end."""
+
+
+@runtime_checkable
+class StopStrings(Protocol):
+    """Holds back text that might become a stop string."""
+
+    def push(self, text: str) -> tuple[str, str | None]:
+        """Returns (text that is safe to show, the stop string that matched)."""
+
+    def flush(self) -> str:
+        """Returns what was held back."""
+
+
+@dataclass(slots=True)
+class Completion:
+    """The text side of one completion, from sampled ids to the deltas a client sees."""
+
+    request_id: str
+    index: int
+    params: SamplingParams
+    text: TextStream
+    stops: StopStrings
+    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
+
+    def delta(
+        self,
+        token_ids: list[int],
+        logprobs: list[TokenLogprob] | None,
+        finish_reason: FinishReason | None,
+        stop_token: int | None,
+        prompt_done: bool,
+    ) -> OutputDelta:
+        """Returns what these ids add; its `finish_reason` tells whether a stop string matched.
+
+        `stop_token` is the last id if that ended the completion: its text is left out.
+        """
+        pieces: list[str] = []
+        matched: str | None = None
+        taken = 0
+        for taken, token_id in enumerate(token_ids, start=1):
+            if token_id == stop_token and taken == len(token_ids):
+                continue
+            piece, matched = self.stops.push(self.text.push(token_id))
+            pieces.append(piece)
+            if matched is not None:
+                break
+        if matched is None and finish_reason is not None:
+            piece, matched = self.stops.push(self.text.flush())
+            pieces.append(piece)
+            if matched is None:
+                pieces.append(self.stops.flush())
+        stop_reason: str | int | None = matched
+        if matched is None and stop_token in self.params.stop_token_ids:
+            stop_reason = stop_token
+        return OutputDelta(
+            request_id=self.request_id,
+            index=self.index,
+            text="".join(pieces),
+            token_ids=tuple(token_ids[:taken]),
+            logprobs=None if logprobs is None else tuple(logprobs[:taken]),
+            finish_reason="stop" if matched is not None else finish_reason,
+            stop_reason=stop_reason,
+            prompt_logprobs=self._take_prompt_logprobs() if prompt_done else None,
+        )
+
+    def ended(self, reason: FinishReason, error: str | None = None) -> OutputDelta:
+        """Returns the last delta of a completion that was cut short."""
+        return OutputDelta(self.request_id, self.index, finish_reason=reason, error=error)
+
+    def _take_prompt_logprobs(self) -> tuple[TokenLogprob | None, ...] | None:
+        if not self.prompt_logprobs:
+            return None
+        taken, self.prompt_logprobs = (None, *self.prompt_logprobs), []
+        return taken

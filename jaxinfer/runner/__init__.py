@@ -1,0 +1,1 @@
+"""The device side: buckets, step inputs, KV cache, sampling, programs compiled ahead of time."""

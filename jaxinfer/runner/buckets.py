@@ -1,0 +1,72 @@
+"""Ladders of padded sizes: every program is compiled once per rung and nothing else is ever run."""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import dataclass
+
+MAX_CPU_PROGRAMS = 8
+MAX_PROGRAMS = 24
+
+
+@dataclass(frozen=True, slots=True)
+class Ladders:
+    """The rungs of each kind of step, ascending; the last is exactly the limit.
+
+    Attributes:
+      decode: rows of a decode step.
+      tokens: tokens of a ragged step.
+    """
+
+    decode: tuple[int, ...]
+    tokens: tuple[int, ...]
+
+    def decode_rung(self, num_rows: int) -> int:
+        """Smallest decode rung that holds `num_rows`."""
+        return _rung(self.decode, num_rows)
+
+    def token_rung(self, num_tokens: int) -> int:
+        """Smallest ragged rung that holds `num_tokens`."""
+        return _rung(self.tokens, num_tokens)
+
+
+def make_ladders(
+    platform: str, max_num_seqs: int, max_num_batched_tokens: int, bulk_decode: bool
+) -> Ladders:
+    """Returns the ladders of a platform.
+
+    CPU steps start at two rows (XLA:CPU computes one row 10-50 times slower than two) and widen
+    faster, because each loaded program costs about 50 MB there.
+    """
+    if platform == "cpu":
+        # decode and decode_k share the decode rungs; one program more resets rows.
+        share = 2 if bulk_decode else 1
+        decode = _geometric(2, 4, max_num_seqs, limit=max(2, 3 // share))
+        limit = max(2, MAX_CPU_PROGRAMS - 1 - share * len(decode))
+        return Ladders(decode, _geometric(16, 4, max_num_batched_tokens, limit))
+    decode = _geometric(1, 2, max_num_seqs, limit=10 if not bulk_decode else 7)
+    share = 2 if bulk_decode else 1
+    limit = MAX_PROGRAMS - 1 - share * len(decode)
+    return Ladders(decode, _geometric(16, 4, max_num_batched_tokens, limit))
+
+
+def _geometric(first: int, ratio: int, last: int, limit: int) -> tuple[int, ...]:
+    """first, first·ratio, ... and exactly `last`; at most `limit` rungs, the widest gaps first."""
+    rungs = []
+    rung = first
+    while rung < last:
+        rungs.append(rung)
+        rung *= ratio
+    rungs.append(max(last, first))
+    while len(rungs) > limit:
+        # Dropping the rung just under the largest ratio sum wastes least: keep both ends.
+        gaps = [rungs[i + 1] / rungs[i - 1] for i in range(1, len(rungs) - 1)]
+        rungs.pop(1 + gaps.index(min(gaps)))
+    return tuple(rungs)
+
+
+def _rung(ladder: tuple[int, ...], size: int) -> int:
+    index = bisect.bisect_left(ladder, size)
+    if index == len(ladder):
+        raise ValueError(f"a step of {size} is above the top rung {ladder[-1]}")
+    return ladder[index]

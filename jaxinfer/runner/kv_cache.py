@@ -1,0 +1,92 @@
+"""How large the KV cache is: bytes per page, and how many pages fit a budget."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from kernels.paged_attention import kv_shape
+
+CPU_POOL_BYTES = 2**30
+"""Default bound of the CPU pool: XLA commits it whole at start, used or not."""
+
+CPU_MEMORY_SHARE = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSpec:
+    """Shape of the cache of one model.
+
+    Attributes:
+      platform: owner of the layout.
+      dtype: keys and values are held in, `kernels.paged_attention.kv_dtype`.
+      num_layers, num_kv_heads, head_dim: of the model, KV heads after replication.
+      page_size: tokens per page.
+    """
+
+    platform: str
+    dtype: np.dtype
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+
+    def shape(self, num_pages: int) -> tuple[int, ...]:
+        """Shape of one layer's array."""
+        return kv_shape(
+            self.platform,
+            self.dtype,
+            num_pages,
+            self.page_size,
+            self.num_kv_heads,
+            self.head_dim,
+        )
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page in all layers."""
+        return math.prod(self.shape(1)) * self.dtype.itemsize * self.num_layers
+
+    def num_pages(self, budget_bytes: int, max_tokens: int) -> int:
+        """Pages for `max_tokens` tokens or as many as the budget holds; page 0 comes on top."""
+        wanted = -(-max_tokens // self.page_size)
+        return 1 + min(wanted, budget_bytes // self.page_bytes)
+
+
+def default_page_size(platform: str) -> int:
+    """Tokens per page where none is configured."""
+    return 128 if platform == "tpu" else 16
+
+
+def cpu_pool_bytes() -> int:
+    """Default KV budget on CPU, in bytes."""
+    return min(int(CPU_MEMORY_SHARE * available_memory()), CPU_POOL_BYTES)
+
+
+def available_memory() -> int:
+    """Bytes this process may still take: the machine's, or what its control group leaves."""
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for line in Path("/proc/meminfo").read_text().splitlines() if _has_proc() else ():
+        if line.startswith("MemAvailable:"):
+            available = int(line.split()[1]) * 1024
+    limit = _number(Path("/sys/fs/cgroup/memory.max"))
+    used = _number(Path("/sys/fs/cgroup/memory.current"))
+    if limit is not None and used is not None:
+        available = min(available, limit - used)
+    return max(available, 0)
+
+
+def _has_proc() -> bool:
+    return Path("/proc/meminfo").exists()
+
+
+def _number(path: Path) -> int | None:
+    """The integer in a control-group file; None without one or for "max"."""
+    if not path.exists():
+        return None
+    text = path.read_text().strip()
+    return int(text) if text.isdigit() else None

@@ -1,0 +1,250 @@
+"""Fills a model's parameters from a stream of checkpoint tensors, one tensor at a time.
+
+Every tensor and every parameter is accounted for. Knows no file format.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import ModuleType
+
+import jax
+import numpy as np
+from flax import nnx
+
+from jaxinfer.nn.config import DecoderConfig
+from jaxinfer.nn.context import ModelContext
+from jaxinfer.nn.decoder import CausalLM
+from jaxinfer.nn.weights import Weight
+
+_logger = logging.getLogger(__name__)
+_MAX_NAMES_SHOWN = 5
+
+
+class WeightError(ValueError):
+    """The checkpoint's tensors are not the ones the model needs; the message names them."""
+
+
+def make_abstract_model(
+    module: ModuleType, config: DecoderConfig, context: ModelContext
+) -> CausalLM:
+    """Returns the family's model with shapes in place of parameters: no memory, milliseconds.
+
+    Raises:
+      ValueError: the mesh's tensor axis does not divide the query heads.
+    """
+    return nnx.eval_shape(lambda: module.Model(config, context))
+
+
+def load_weights(
+    model: CausalLM, module: ModuleType, tensors: Iterable[tuple[str, np.ndarray]]
+) -> None:
+    """Replaces every parameter of the model by the checkpoint's, sharded over the model's mesh.
+
+    A fused parameter is assembled in a host buffer that lives until its last tensor has come, so
+    memory beyond the model stays at a few tensors.
+
+    Args:
+      model: abstract or filled; changed in place.
+      module: the family's file: its `WEIGHT_MAP` and `IGNORED_WEIGHTS`.
+      tensors: (Hugging Face name, host array) in any order.
+
+    Raises:
+      WeightError: a tensor is missing, surplus, there twice, or has another shape.
+    """
+    inventory = _Inventory(model, module)
+    tied_head = _TiedHead(model, module.WEIGHT_MAP)
+    pending: dict[str, _Buffer] = {}
+    for name, tensor in tensors:
+        if tied_head.takes(name, tensor):
+            continue
+        target = inventory.claim(name, tensor.shape)
+        if target is None:
+            continue
+        if target.offset:
+            tensor = tensor.astype(np.float32) + np.float32(target.offset)
+        buffer = pending.setdefault(target.path, _Buffer(target.param))
+        buffer.place(target.part_idx, tensor)
+        if buffer.is_complete:
+            _put(target.param, pending.pop(target.path).array, model.context)
+    inventory.finish()
+    tied_head.compare()
+
+
+def check_tensors(
+    model: CausalLM, module: ModuleType, shapes: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Checks names and shapes as `load_weights` will, before any tensor is read.
+
+    Raises:
+      WeightError: as `load_weights`.
+    """
+    inventory, tied_head = _Inventory(model, module), _TiedHead(model, module.WEIGHT_MAP)
+    for name, shape in shapes.items():
+        if name != tied_head.name:
+            inventory.claim(name, shape)
+    inventory.finish()
+
+
+def expected_shapes(model: CausalLM, module: ModuleType) -> dict[str, tuple[int, ...]]:
+    """Returns the checkpoint tensors the model needs, by name."""
+    return {name: target.shape for name, target in _targets(model, module.WEIGHT_MAP).items()}
+
+
+def init_random(model: CausalLM, seed: int) -> None:
+    """Fills the model with random weights that do not depend on its mesh.
+
+    Norm weights are near 1, biases near 0, matrices keep the size of what they multiply.
+    """
+    for path, param in _parameters(model):
+        buffer = _Buffer(param)
+        for part_idx in range(len(param.layout.parts)):
+            shape = param.layout.part_shape(part_idx, param.shape)
+            rng = np.random.default_rng([seed, part_idx, *path.encode()])
+            values = rng.standard_normal(shape, np.float32)
+            scale = 0.1 if len(shape) == 1 else shape[1] ** -0.5
+            buffer.place(part_idx, values * scale + float(path.endswith("norm.weight")))
+        _put(param, buffer.array, model.context)
+
+
+@dataclass(frozen=True)
+class _Target:
+    """Where one checkpoint tensor belongs."""
+
+    path: str
+    param: nnx.Param
+    part_idx: int
+    offset: float
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.param.layout.part_shape(self.part_idx, self.param.shape)
+
+
+class _Inventory:
+    """Which tensors are still to come; collects what is wrong so that one error tells it all."""
+
+    def __init__(self, model: CausalLM, module: ModuleType) -> None:
+        self._missing = _targets(model, module.WEIGHT_MAP)
+        self._expected = frozenset(self._missing)
+        self._ignored = module.IGNORED_WEIGHTS
+        self._surplus: list[str] = []
+
+    def claim(self, name: str, shape: tuple[int, ...]) -> _Target | None:
+        """Returns where the tensor belongs, or None for one the model does not use."""
+        target = self._missing.pop(name, None)
+        if target is None:
+            if name in self._expected:
+                raise WeightError(f"tensor {name} is in the checkpoint twice")
+            if not any(fnmatch.fnmatchcase(name, pattern) for pattern in self._ignored):
+                self._surplus.append(name)
+            return None
+        if tuple(shape) != target.shape:
+            raise WeightError(
+                f"tensor {name} has shape {tuple(shape)}; config.json asks for {target.shape}"
+            )
+        return target
+
+    def finish(self) -> None:
+        """Raises unless every tensor the model needs has come and no other."""
+        problems = []
+        if self._missing:
+            problems.append(f"the checkpoint lacks {_listed(self._missing)}")
+        if self._surplus:
+            problems.append(f"the model described by config.json has no {_listed(self._surplus)}")
+        if problems:
+            raise WeightError("; ".join(problems))
+
+
+@dataclass
+class _Buffer:
+    """A parameter's host array while its parts arrive; padding stays zero."""
+
+    param: nnx.Param
+    array: np.ndarray = field(init=False)
+    placed: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        # XLA:CPU adopts an array aligned to 64 bytes without a copy; `np.zeros` aligns to 16.
+        size = self.param.size * self.param.dtype.itemsize
+        memory = np.zeros(size + 64, np.uint8)
+        start = -memory.ctypes.data % 64
+        self.array = memory[start : start + size].view(self.param.dtype).reshape(self.param.shape)
+
+    def place(self, part_idx: int, tensor: np.ndarray) -> None:
+        """Copies one part, rounding it to the parameter's dtype."""
+        self.param.layout.place(self.array, part_idx, tensor)
+        self.placed.add(part_idx)
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.placed) == len(self.param.layout.parts)
+
+
+class _TiedHead:
+    """A head tensor in the checkpoint of a model whose head is its embedding.
+
+    As in transformers the embedding wins; a head that differs from it is worth a warning.
+    """
+
+    def __init__(self, model: CausalLM, weight_map: Mapping[str, Weight]) -> None:
+        self._embedding = model.embedding.weight
+        [name] = weight_map["head.weight"].names
+        self.name = name if model.config.tie_word_embeddings else None
+        self._head: np.ndarray | None = None
+
+    def takes(self, name: str, tensor: np.ndarray) -> bool:
+        """Returns whether this is the tied head, and keeps it."""
+        if name != self.name:
+            return False
+        self._head = tensor
+        return True
+
+    def compare(self) -> None:
+        """Warns if there was a head and it is not the embedding."""
+        if self._head is None:
+            return
+        embedding = np.asarray(self._embedding[...])[: len(self._head)]
+        if not np.array_equal(embedding, self._head.astype(embedding.dtype)):
+            _logger.warning(
+                "config.json ties the head to the embedding but the checkpoint's %s differs from "
+                "it; the embedding is used, as transformers does",
+                self.name,
+            )
+
+
+def _put(param: nnx.Param, array: np.ndarray, context: ModelContext) -> None:
+    """Moves a finished host array to the devices that share it."""
+    param.set_value(jax.device_put(array, context.sharding(*param.spec)))
+
+
+def _parameters(model: CausalLM) -> Iterator[tuple[str, nnx.Param]]:
+    """Yields (dotted path, parameter), a shared parameter once."""
+    for path, node in nnx.iter_graph(model):
+        if isinstance(node, nnx.Param):
+            yield ".".join(map(str, path)), node
+
+
+def _targets(model: CausalLM, weight_map: Mapping[str, Weight]) -> dict[str, _Target]:
+    """Returns where each tensor the model needs belongs, by its checkpoint name."""
+    targets = {}
+    for path, param in _parameters(model):
+        pattern, layer = path, ""
+        if path.startswith("layers."):
+            _, layer, rest = path.split(".", 2)
+            pattern = f"layers.{{i}}.{rest}"
+        weight = weight_map[pattern]
+        for part_idx, name in enumerate(weight.names):
+            targets[name.format(i=layer)] = _Target(path, param, part_idx, weight.offset)
+    return targets
+
+
+def _listed(names: Iterable[str]) -> str:
+    """Returns the first names and the count of the others."""
+    ordered = sorted(names)
+    shown = ", ".join(ordered[:_MAX_NAMES_SHOWN])
+    more = len(ordered) - _MAX_NAMES_SHOWN
+    return f"{shown} and {more} more" if more > 0 else shown

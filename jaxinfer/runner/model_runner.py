@@ -1,0 +1,370 @@
+"""Owns one model on its devices: compiles every program ahead, runs steps, reads results."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.stages import Compiled
+
+from jaxinfer.outputs import TokenLogprob
+from jaxinfer.runner.buckets import Ladders, make_ladders
+from jaxinfer.runner.compile_watch import CompileWatch
+from jaxinfer.runner.inputs import StepBuffer, logit_rows
+from jaxinfer.runner.kv_cache import CacheSpec
+from jaxinfer.runner.programs import DeviceState, ModelPrograms, StepOutput
+from jaxinfer.runner.row_state import RowReset, empty_row_state, make_row_reset, reset_row
+from jaxinfer.runner.step_layout import StepLayout, decode_layout, ragged_layout
+from jaxinfer.sampling_params import SamplingParams
+from jaxinfer.scheduler.plan import PlannedRow, StepPlan
+
+logger = logging.getLogger(__name__)
+
+_COMPILE_THREADS = 2
+
+LOGIT_BLOCK = {"cpu": 8, "gpu": 32, "tpu": 32}
+"""Rows the head is computed for at once in a ragged step; on CPU its time grows with the rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerConfig:
+    """Everything that decides the shape of a program.
+
+    Attributes:
+      max_num_seqs, max_num_batched_tokens, max_model_len: limits of a step and of a sequence.
+      decode_steps: decode steps in one dispatch.
+      cache: shape of the KV cache.
+      num_pages: pages in the pool, the trash page included.
+      num_groups: KV groups.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    decode_steps: int
+    cache: CacheSpec
+    num_pages: int
+    num_groups: int
+
+    @property
+    def pages_per_row(self) -> int:
+        """Logical pages of the longest sequence."""
+        return -(-self.max_model_len // self.cache.page_size)
+
+
+@dataclass(frozen=True, slots=True)
+class RowResult:
+    """What a step produced for one planned row.
+
+    Attributes:
+      token_ids: sampled ids, oldest first.
+      logprobs: one per sampled id, if asked for.
+      prompt_logprobs: one per scored prompt position, in order.
+      finite: false if the model's logits were not.
+    """
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprob] | None
+    prompt_logprobs: list[TokenLogprob]
+    finite: bool
+
+
+@dataclass(slots=True)
+class PendingStep:
+    """A dispatched step whose results have not been read."""
+
+    plan: StepPlan
+    output: StepOutput
+
+
+class ModelRunner:
+    """Runs planned steps of one model.
+
+    Raises:
+      ValueError: a limit makes no sense for the model.
+    """
+
+    def __init__(
+        self, model: nnx.Module, config: RunnerConfig, vocab_size: int, watch: CompileWatch
+    ) -> None:
+        self.config = config
+        self.vocab_size = vocab_size
+        self.watch = watch
+        self.platform = config.cache.platform
+        self.ladders: Ladders = make_ladders(
+            self.platform,
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
+            bulk_decode=config.decode_steps > 1,
+        )
+        self._mesh = model.context.mesh
+        graphdef, weights = nnx.split(model)
+        leaves, treedef = jax.tree.flatten(weights)
+        self._params: tuple[jax.Array, ...] = tuple(leaves)
+
+        def merge(params: tuple[jax.Array, ...]) -> Any:
+            return nnx.merge(graphdef, jax.tree.unflatten(treedef, params))
+
+        self._programs = ModelPrograms(merge, config.cache.page_size, LOGIT_BLOCK[self.platform])
+        self._executables: dict[tuple[str, int], Compiled] = {}
+        self._buffers: dict[tuple[str, int], StepBuffer] = {}
+        self._state: DeviceState
+
+    # Start-up.
+
+    def compile(self, progress: Callable[[Iterable[Any]], Iterable[Any]] = iter) -> None:
+        """Compiles every program; nothing is compiled after this."""
+        state = self._abstract_state()
+        params = jax.tree.map(_abstract, self._params)
+        reset = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self._replicated),
+            self._row_reset(0, SamplingParams(), frozenset(), [], 0),
+        )
+        self._reset_row = (
+            jax.jit(reset_row, donate_argnums=0, out_shardings=self._state_shardings.rows)
+            .lower(state.rows, reset)
+            .compile()
+        )
+        # Tracing holds the interpreter, compiling does not: one overlaps the other.
+        with ThreadPoolExecutor(_COMPILE_THREADS) as pool:
+            compiled = {}
+            for kind, rung, layout, body in self._program_table():
+                packed = jax.ShapeDtypeStruct((layout.size,), np.int32, sharding=self._replicated)
+                lowered = jax.jit(
+                    body, donate_argnums=1, out_shardings=(None, self._state_shardings)
+                ).lower(params, state, packed)
+                compiled[kind, rung] = pool.submit(lowered.compile)
+                self._buffers[kind, rung] = StepBuffer(
+                    layout, self.config.max_num_seqs, state.page_table.shape
+                )
+            for key in progress(list(compiled)):
+                self._executables[key] = compiled[key].result()
+
+    def reset_device(self) -> None:
+        """Gives the device a fresh KV pool and row state; every row must be reset afterwards."""
+        abstract = self._abstract_state()
+        config = self.config
+        if hasattr(self, "_state"):
+            del self._state  # free the old pool before the new one is made
+        rows = empty_row_state(config.max_num_seqs + 1, self.vocab_size)
+        make_kv = jax.jit(
+            lambda: tuple(jax.numpy.zeros(leaf.shape, leaf.dtype) for leaf in abstract.kv),
+            out_shardings=self._state_shardings.kv,
+        )
+        self._state = DeviceState(
+            kv=make_kv(),
+            rows=jax.device_put(rows, self._state_shardings.rows),
+            page_table=jax.device_put(
+                np.zeros(abstract.page_table.shape, np.int32), self._replicated
+            ),
+        )
+
+    def warm_up(self) -> None:
+        """Runs every program once on no rows, so that the first request finds it loaded."""
+        for (kind, rung), executable in self._executables.items():
+            packed = self._buffers[kind, rung].fill_empty()
+            _, self._state = executable(
+                self._params, self._state, jax.device_put(packed, self._replicated)
+            )
+        self.reset(0, SamplingParams(), frozenset(), [], 0)
+        jax.block_until_ready(self._state)
+
+    @property
+    def num_programs(self) -> int:
+        """Programs compiled, the row reset included."""
+        return len(self._executables) + 1
+
+    def memory_analysis(self) -> dict[str, int]:
+        """Temporary bytes of each program, by name and rung."""
+        analyses = {key: one.memory_analysis() for key, one in self._executables.items()}
+        return {
+            f"{kind}[{rung}]": analysis.temp_size_in_bytes
+            for (kind, rung), analysis in analyses.items()
+            if analysis is not None
+        }
+
+    def hlo(self, kind: str, rung: int) -> str:
+        """Optimized HLO of one program."""
+        return self._executables[kind, rung].as_text() or ""
+
+    def _program_table(self) -> list[tuple[str, int, StepLayout, Callable[..., Any]]]:
+        """(kind, rung, layout, body) of every step program."""
+        config, programs = self.config, self._programs
+        page_size, num_groups = config.cache.page_size, config.num_groups
+        table: list[tuple[str, int, StepLayout, Callable[..., Any]]] = []
+        for rung in self.ladders.decode:
+            layout = decode_layout(rung, num_groups, page_size, 1)
+            table.append(("decode", rung, layout, partial(programs.decode, layout)))
+        if config.decode_steps > 1:
+            for rung in self.ladders.decode:
+                layout = decode_layout(rung, num_groups, page_size, config.decode_steps)
+                body = partial(programs.decode_bulk, layout, config.decode_steps)
+                table.append(("decode_k", rung, layout, body))
+        for rung in self.ladders.tokens:
+            layout = ragged_layout(
+                rung, config.max_num_seqs, num_groups, page_size, programs.logit_block
+            )
+            table.append(("ragged", rung, layout, partial(programs.ragged, layout)))
+        return table
+
+    @property
+    def _replicated(self) -> NamedSharding:
+        return NamedSharding(self._mesh, PartitionSpec())
+
+    @property
+    def _state_shardings(self) -> DeviceState:
+        heads = NamedSharding(self._mesh, PartitionSpec(None, None, "tensor"))
+        num_rows = self.config.max_num_seqs + 1
+        return DeviceState(
+            kv=(heads,) * self.config.cache.num_layers,
+            rows=jax.tree.map(
+                lambda _: self._replicated, empty_row_state(num_rows, self.vocab_size)
+            ),
+            page_table=self._replicated,
+        )
+
+    def _abstract_state(self) -> DeviceState:
+        config = self.config
+        num_rows = config.max_num_seqs + 1
+        kv = jax.ShapeDtypeStruct(config.cache.shape(config.num_pages), config.cache.dtype)
+        table = (config.num_groups, num_rows, config.pages_per_row)
+        state = DeviceState(
+            kv=(kv,) * config.cache.num_layers,
+            rows=empty_row_state(num_rows, self.vocab_size),
+            page_table=jax.ShapeDtypeStruct(table, np.int32),
+        )
+        return jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+            state,
+            self._state_shardings,
+        )
+
+    # Steps.
+
+    def reset(
+        self,
+        row: int,
+        params: SamplingParams,
+        stop_ids: frozenset[int],
+        token_ids: list[int],
+        prompt_len: int,
+    ) -> None:
+        """Rebuilds a row's sampling state for a sequence that has `token_ids`."""
+        reset = self._row_reset(row, params, stop_ids, token_ids, prompt_len)
+        rows = self._reset_row(self._state.rows, jax.device_put(reset, self._replicated))
+        self._state = replace(self._state, rows=rows)
+
+    def _row_reset(
+        self,
+        row: int,
+        params: SamplingParams,
+        stop_ids: frozenset[int],
+        token_ids: list[int],
+        prompt_len: int,
+    ) -> RowReset:
+        max_model_len, vocab_size = self.config.max_model_len, self.vocab_size
+        return make_row_reset(
+            row, params, stop_ids, token_ids, prompt_len, max_model_len, vocab_size
+        )
+
+    def dispatch(self, plan: StepPlan, wants_top: bool) -> PendingStep:
+        """Starts a step; returns before the device has finished it."""
+        if plan.is_decode_only:
+            kind = "decode_k" if plan.num_steps > 1 else "decode"
+            rung = self.ladders.decode_rung(len(plan.rows))
+            packed = self._buffers[kind, rung].fill_decode(plan, wants_top)
+        else:
+            num_tokens = plan.num_decodes + plan.num_prompt_tokens
+            kind, rung = "ragged", self.ladders.token_rung(num_tokens)
+            packed = self._buffers[kind, rung].fill_ragged(plan, wants_top)
+        output, self._state = self._executables[kind, rung](
+            self._params, self._state, jax.device_put(packed, self._replicated)
+        )
+        if self.platform != "cpu":
+            jax.tree.map(lambda leaf: leaf.copy_to_host_async(), output)
+        return PendingStep(plan, output)
+
+    def collect(
+        self, pending: PendingStep, num_logprobs: Callable[[PlannedRow], tuple[int, int]]
+    ) -> list[RowResult]:
+        """Waits for a step and returns one result per planned row, in order.
+
+        `num_logprobs` gives, per row, how many alternatives are wanted for output and for prompt
+        tokens; -1 for no log-probabilities at all.
+        """
+        reader = _OutputReader(pending.output)
+        results = []
+        slot = 0
+        for index, row in enumerate(pending.plan.rows):
+            if pending.plan.is_decode_only:
+                entries: list[_Entry] = [((step, index), -1) for step in range(row.num_tokens)]
+            else:
+                wanted = logit_rows(row)
+                entries = [((slot + i,), target) for i, (_, target) in enumerate(wanted)]
+                slot += len(wanted)
+            results.append(reader.row(entries, *num_logprobs(row)))
+        return results
+
+
+_Entry = tuple[tuple[int, ...], int]
+"""Where in the output arrays, and the token scored there or -1 for one that was sampled."""
+
+
+class _OutputReader:
+    """Host copies of a step's output, fetched when first needed."""
+
+    def __init__(self, output: StepOutput) -> None:
+        self._sampled = output.sampled
+        self._token = np.asarray(output.sampled.token)
+        self._finite = np.asarray(output.sampled.finite)
+        self._emitted = np.asarray(output.emitted)
+        self._logprobs: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
+
+    def row(
+        self,
+        entries: list[_Entry],
+        num_output_logprobs: int,
+        num_prompt_logprobs: int,
+    ) -> RowResult:
+        """Reads the entries of one planned row: (where, scored token or -1)."""
+        tokens: list[int] = []
+        logprobs: list[TokenLogprob] = []
+        scored: list[TokenLogprob] = []
+        finite = True
+        for where, target in entries:
+            if not self._emitted[where]:
+                continue
+            finite &= bool(self._finite[where])
+            if target >= 0:
+                scored.append(self._logprob(where, num_prompt_logprobs))
+                continue
+            tokens.append(int(self._token[where]))
+            if num_output_logprobs >= 0:
+                logprobs.append(self._logprob(where, num_output_logprobs))
+        return RowResult(tokens, logprobs if num_output_logprobs >= 0 else None, scored, finite)
+
+    def _logprob(self, where: tuple[int, ...], count: int) -> TokenLogprob:
+        if self._logprobs is None:
+            sampled = self._sampled
+            self._logprobs = (
+                np.asarray(sampled.logprob),
+                np.asarray(sampled.top_ids),
+                np.asarray(sampled.top_logprobs),
+            )
+        logprob, top_ids, top_logprobs = self._logprobs
+        top = zip(
+            top_ids[where][:count].tolist(), top_logprobs[where][:count].tolist(), strict=True
+        )
+        return TokenLogprob(int(self._token[where]), float(logprob[where]), tuple(top))
+
+
+def _abstract(array: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)

@@ -1,0 +1,121 @@
+"""The TCP side of a request: a client may close its sending half and still wait for the answer.
+
+aiohttp takes a client's FIN for a disconnect. Here the answer goes on, and whether anybody still
+listens is found out by sending something harmless.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from aiohttp import HttpVersion11, web
+
+from jaxinfer.server.errors import ApiError
+
+_log = logging.getLogger(__name__)
+
+_GRACE_S = 0.05
+_FIRST_PROBE_S = 0.1
+_LAST_PROBE_S = 15.0
+# An interim response, which HTTP/1.1 clients must skip; the kernel of a client that is gone
+# answers it with a reset, at which the next one fails.
+_PROBE = b"HTTP/1.1 102 Processing\r\n\r\n"
+
+
+class Connection(web.RequestHandler):
+    """A client's connection that survives a half-close while a request is being answered."""
+
+    def __init__(self, server: web.Server, **options: Any) -> None:
+        super().__init__(server, **options)
+        self.is_half_closed = False
+        self._is_answering = False
+        self._can_probe = False
+        self._probing: asyncio.Task[None] | None = None
+
+    @contextmanager
+    def answering(self, request: web.Request) -> Iterator[None]:
+        """Marks the time from a complete request to its answer: a half-close ends nothing now."""
+        self._is_answering = True
+        self._can_probe = request.version >= HttpVersion11
+        try:
+            yield
+        finally:
+            self._is_answering = self._can_probe = False
+
+    def response_started(self) -> None:
+        """Ends probing: from here on the bytes on the wire are the answer's."""
+        self._can_probe = False
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Keeps the transport open; whoever is not answering by then closes it."""
+        if not self.is_half_closed:
+            self.is_half_closed = True
+            # The request that came with this FIN may not have reached its handler yet.
+            asyncio.get_running_loop().call_later(_GRACE_S, self._after_eof)
+        return True
+
+    def _after_eof(self) -> None:
+        if not self._is_answering:
+            if self.transport is not None:
+                self.transport.close()
+            return
+        self.close()
+        self._probing = asyncio.get_running_loop().create_task(self._probe())
+
+    async def _probe(self) -> None:
+        pause_s = _FIRST_PROBE_S
+        while self._can_probe and self.transport is not None:
+            self.transport.write(_PROBE)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LAST_PROBE_S)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        """Cancels the handler, as aiohttp does."""
+        if self._probing is not None:
+            self._probing.cancel()
+        super().connection_lost(exc)
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """Answers what never reached a handler with an error of OpenAI's shape."""
+        if status >= 500:
+            _log.error("a request from %s failed", request.remote, exc_info=exc)
+            error = ApiError(status, "internal error", kind="server_error", code="internal_error")
+        else:
+            _log.info("refused a malformed request from %s: %s", request.remote, type(exc).__name__)
+            error = ApiError(status, "the request is not valid HTTP")
+        response = web.json_response(error.body, status=status)
+        response.force_close()
+        return response
+
+
+def connection_of(request: web.Request) -> Connection | None:
+    """Returns the connection a request came by; None if the server was not made by `listen`."""
+    protocol = request.protocol
+    return protocol if isinstance(protocol, Connection) else None
+
+
+async def listen(runner: web.AppRunner, host: str, port: int, **options: Any) -> asyncio.Server:
+    """Binds the address, without accepting yet; connections need `runner` to be set up first.
+
+    Raises:
+      OSError: the address cannot be had.
+    """
+    loop = asyncio.get_running_loop()
+
+    def connect() -> Connection:
+        assert runner.server is not None
+        return Connection(runner.server, loop=loop, **options)
+
+    return await loop.create_server(
+        connect, host, port, backlog=1024, reuse_address=True, start_serving=False
+    )

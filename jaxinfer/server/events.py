@@ -1,0 +1,99 @@
+"""One stream of events for one HTTP request, whatever its number of prompts and completions."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from typing import Self
+
+from jaxinfer.async_engine import AsyncEngine, EngineDeadError, EngineRequest, QueueFullError
+from jaxinfer.outputs import OutputDelta
+from jaxinfer.server.errors import ApiError, internal, queue_full, unavailable
+
+_log = logging.getLogger(__name__)
+
+Event = tuple[int, OutputDelta]
+
+
+class EventSource:
+    """The deltas of several engine requests as one stream of (request number, delta).
+
+    Leaving the context aborts what is unfinished.
+    """
+
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        requests: Sequence[EngineRequest],
+        observe: Callable[[int, OutputDelta], None],
+    ) -> None:
+        """Prepares the stream; `observe` sees every event just before `next` returns it."""
+        self._engine = engine
+        self._observe = observe
+        self._requests = requests
+        self._queue: asyncio.Queue[Event | ApiError | None] = asyncio.Queue()
+        self._pumps: list[asyncio.Task[None]] = []
+        self._num_open = len(requests)
+
+    async def __aenter__(self) -> Self:
+        self._pumps = [
+            asyncio.create_task(self._pump(number, request))
+            for number, request in enumerate(self._requests)
+        ]
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        for pump in self._pumps:
+            pump.cancel()
+        await asyncio.gather(*self._pumps, return_exceptions=True)
+
+    async def next(self, timeout_s: float | None = None) -> Event | None:
+        """Returns the next event, or None after the last.
+
+        Raises:
+          ApiError: the request failed.
+          TimeoutError: nothing happened for `timeout_s`.
+        """
+        while self._num_open:
+            if self._queue.empty():
+                async with asyncio.timeout(timeout_s):
+                    event = await self._queue.get()
+            else:
+                event = self._queue.get_nowait()
+            if isinstance(event, ApiError):
+                raise event
+            if event is not None:
+                self._observe(*event)
+                return event
+            self._num_open -= 1
+        return None
+
+    async def _pump(self, number: int, request: EngineRequest) -> None:
+        try:
+            async with aclosing(self._engine.generate(request)) as deltas:
+                async for delta in deltas:
+                    self._queue.put_nowait(self._failure(delta) or (number, delta))
+            self._queue.put_nowait(None)
+        except QueueFullError as error:
+            self._queue.put_nowait(queue_full(str(error) or "the queue is full"))
+        except EngineDeadError:
+            self._queue.put_nowait(_engine_stopped())
+        except Exception:
+            _log.exception("request %s failed", request.request_id)
+            self._queue.put_nowait(internal(request.request_id))
+
+    def _failure(self, delta: OutputDelta) -> ApiError | None:
+        if delta.finish_reason == "abort" or (
+            delta.finish_reason == "error" and self._engine.state != "ready"
+        ):
+            return _engine_stopped()
+        if delta.finish_reason == "error":
+            _log.error("request %s failed: %s", delta.request_id, delta.error)
+            return internal(delta.request_id)
+        return None
+
+
+def _engine_stopped() -> ApiError:
+    return unavailable("the engine stopped before the answer was complete", retry_after_s=10)

@@ -1,0 +1,381 @@
+"""From a configuration to a running engine: every None decided, the model loaded, all compiled."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from tqdm import tqdm
+
+from jaxinfer.checkpoint import Checkpoint, open_checkpoint, resolve_model
+from jaxinfer.checkpoint.default_model import cache_directory
+from jaxinfer.config import ConfigError, EngineConfig
+from jaxinfer.engine import Engine
+from jaxinfer.models import load_model_module
+from jaxinfer.nn.config import KVGroup
+from jaxinfer.nn.context import ModelContext
+from jaxinfer.nn.decoder import CausalLM
+from jaxinfer.runner.compile_watch import CompileWatch
+from jaxinfer.runner.kv_cache import CacheSpec, cpu_pool_bytes, default_page_size
+from jaxinfer.runner.loader import check_tensors, load_weights, make_abstract_model
+from jaxinfer.runner.model_runner import ModelRunner, RunnerConfig
+from jaxinfer.scheduler.page_tables import GroupSpec, PageTables
+from jaxinfer.scheduler.scheduler import Scheduler, SchedulerLimits
+from jaxinfer.text.chat_template import ChatTemplate
+from jaxinfer.text.tokenizer import Tokenizer, load_tokenizer
+from kernels import paged_attention
+
+logger = logging.getLogger(__name__)
+
+_DEFAULT_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedEngine:
+    """An engine ready to step, and what its clients need to know of the model.
+
+    Attributes:
+      engine: compiled and warm.
+      model_name: how it is called when no other name is given.
+      tokenizer: of the model.
+      chat_template: one that is missing or broken says so when it renders.
+      default_params: sampling settings the checkpoint recommends.
+      device_kind: what the model runs on.
+    """
+
+    engine: Engine
+    model_name: str
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate
+    default_params: dict[str, Any]
+    device_kind: str
+
+
+def load_engine(config: EngineConfig, progress: bool = True) -> LoadedEngine:
+    """Loads the model, sizes its KV pool, compiles every program and runs each once.
+
+    Raises:
+      ValueError: the checkpoint cannot be used (CheckpointError, WeightError, TokenizerError) or
+        the configuration does not fit it (ConfigError).
+    """
+    began = time.monotonic()
+    path = resolve_model(config.model, config.revision)
+    checkpoint = open_checkpoint(path)
+    if config.model_type not in (None, checkpoint.model_type):
+        raise ConfigError(
+            f"model_type is {config.model_type!r}, but {path.name} is {checkpoint.model_type!r}"
+        )
+    source = config.tokenizer_path
+    tokenizer = load_tokenizer(checkpoint.tokenizer_source if source is None else Path(source))
+    set_compilation_cache(config.compilation_cache_dir)
+    model, groups = _load_model(config, checkpoint, progress)
+    engine = assemble_engine(
+        config, model, groups, tokenizer, _eos_token_ids(checkpoint, tokenizer), progress
+    )
+    logger.info("ready after %.1f s", time.monotonic() - began)
+    return LoadedEngine(
+        engine=engine,
+        model_name=_model_name(config.model, path),
+        tokenizer=tokenizer,
+        chat_template=ChatTemplate.from_tokenizer(tokenizer, config.chat_template),
+        default_params={
+            name: value
+            for name, value in checkpoint.generation_config.items()
+            if name in _DEFAULT_SAMPLING and value is not None
+        },
+        device_kind=model.context.mesh.devices.flat[0].device_kind,
+    )
+
+
+def assemble_engine(
+    config: EngineConfig,
+    model: CausalLM,
+    groups: tuple[KVGroup, ...],
+    tokenizer: Tokenizer,
+    eos_token_ids: frozenset[int],
+    progress: bool = False,
+) -> Engine:
+    """Sizes the pool for a filled model, compiles every program, and runs each once.
+
+    Raises:
+      ConfigError: the configuration does not fit the model or the memory.
+    """
+    watch = CompileWatch()
+    runner = _make_runner(config, model, len(groups), watch)
+    limits = _limits(config, runner)
+    runner.compile(partial(tqdm, desc="Compiling", unit="program", disable=not progress))
+    runner.reset_device()
+    runner.warm_up()
+    tables = PageTables(
+        [GroupSpec(runner.config.num_pages, group.window) for group in groups],
+        runner.config.cache.page_size,
+    )
+    _log_setup(runner, limits, model, watch)
+    return Engine(
+        runner, Scheduler(limits, tables), tokenizer, eos_token_ids, config.max_queued_requests
+    )
+
+
+def set_compilation_cache(directory: str | None) -> None:
+    """Turns the persistent compilation cache on, in a directory of this jaxlib and these CPUs.
+
+    A program compiled for other CPU features would crash; jax's key does not cover them all.
+    """
+    if jax.config.values["jax_compilation_cache_dir"] is not None and directory is None:
+        return  # the user's own choice
+    base = Path(directory) if directory else cache_directory() / "xla"
+    features = hashlib.sha256(_cpu_features().encode()).hexdigest()[:12]
+    jax.config.update(
+        "jax_compilation_cache_dir", str(base / f"jaxlib-{version('jaxlib')}-{features}")
+    )
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def _cpu_features() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else [os.uname().machine]
+    return next((line for line in lines if line.startswith(("flags", "Features"))), lines[0])
+
+
+def make_mesh(tensor_parallel: int, allow_fewer: bool = False) -> Mesh:
+    """Returns the mesh (data, tensor) over the first devices of the default platform.
+
+    Raises:
+      ConfigError: there are fewer devices than `tensor_parallel`.
+    """
+    devices = jax.devices()
+    if tensor_parallel > len(devices):
+        message = (
+            f"tensor_parallel is {tensor_parallel}, but there are {len(devices)} "
+            f"{devices[0].platform} devices"
+        )
+        if not allow_fewer:
+            raise ConfigError(f"{message}; lower it")
+        logger.warning("%s; using %d", message, len(devices))
+        tensor_parallel = len(devices)
+    return Mesh(np.array(devices[:tensor_parallel]).reshape(1, -1), ("data", "tensor"))
+
+
+def _load_model(
+    config: EngineConfig, checkpoint: Checkpoint, progress: bool
+) -> tuple[CausalLM, tuple[KVGroup, ...]]:
+    """Returns the filled model and its KV groups."""
+    module = load_model_module(checkpoint.model_type)
+    model_config = module.Config.from_hf(checkpoint.hf_config)
+    mesh = make_mesh(config.tensor_parallel, config.allow_fewer_devices)
+    platform = mesh.devices.flat[0].platform
+    dtype, weight_dtype = _dtypes(config, platform)
+    context = ModelContext(
+        mesh=mesh,
+        platform=platform,
+        dtype=dtype,
+        weight_dtype=weight_dtype,
+        precision="highest" if config.exact else None,
+        attention=config.attention,
+    )
+    model = make_abstract_model(module, model_config, context)
+    shapes = {name: info.shape for name, info in checkpoint.tensor_infos.items()}
+    try:
+        check_tensors(model, module, shapes)
+        load_weights(model, module, checkpoint.tensors(progress))
+    except ValueError as error:
+        error.add_note(f"checkpoint: {checkpoint.path}")
+        raise
+    return model, module.kv_groups(model_config)
+
+
+def _dtypes(config: EngineConfig, platform: str) -> tuple[np.dtype, np.dtype]:
+    """Dtypes of activations and of weights; they differ only where "auto" chooses on a CPU.
+
+    XLA:CPU multiplies bfloat16 matrices 5 to 9 times faster than float32 where the CPU has the
+    instructions, and 10 times slower where it has not; everything else it does best in float32.
+    """
+    bfloat16, float32 = np.dtype(jax.numpy.bfloat16), np.dtype(np.float32)
+    if config.exact:
+        return float32, float32
+    if config.dtype != "auto":
+        dtype = np.dtype(jax.numpy.dtype(config.dtype))
+        return dtype, dtype
+    if platform != "cpu":
+        return bfloat16, bfloat16
+    has_products = {"avx512_bf16", "amx_bf16", "bf16"} & set(_cpu_features().split())
+    return float32, bfloat16 if has_products else float32
+
+
+def _kv_dtype(config: EngineConfig, platform: str) -> np.dtype:
+    """How keys and values are held: float32 on CPU and for `exact`, else bfloat16."""
+    name = config.kv_cache_dtype
+    if name == "auto":
+        name = "float32" if config.exact or platform == "cpu" else "bfloat16"
+    return paged_attention.kv_dtype(platform, jax.numpy.dtype(name))
+
+
+def _make_runner(
+    config: EngineConfig, model: CausalLM, num_groups: int, watch: CompileWatch
+) -> ModelRunner:
+    context, model_config = model.context, model.config
+    max_model_len = config.max_model_len or model_config.max_position_embeddings
+    if max_model_len > model_config.max_position_embeddings:
+        raise ConfigError(
+            f"max_model_len is {max_model_len}, but the model was made for "
+            f"{model_config.max_position_embeddings} positions; lower it"
+        )
+    cache = CacheSpec(
+        platform=context.platform,
+        dtype=_kv_dtype(config, context.platform),
+        num_layers=model_config.num_layers,
+        num_kv_heads=model.num_cache_kv_heads,
+        head_dim=model_config.head_dim,
+        page_size=config.page_size or default_page_size(context.platform),
+    )
+    budget = config.max_num_batched_tokens
+    if budget is None:
+        # On CPU a step of 512 tokens is already bound by arithmetic.
+        budget = max(512 if context.platform == "cpu" else 4096, config.max_num_seqs)
+    runner_config = RunnerConfig(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=budget,
+        max_model_len=max_model_len,
+        decode_steps=min(config.decode_steps, config.max_decode_steps_before_prefill),
+        cache=cache,
+        num_pages=0,
+        num_groups=num_groups,
+    )
+    return ModelRunner(
+        model, _with_pool(config, runner_config, model), model_config.vocab_size, watch
+    )
+
+
+def _with_pool(config: EngineConfig, runner: RunnerConfig, model: CausalLM) -> RunnerConfig:
+    """Decides the number of pages, and shortens the context if the pool cannot hold it."""
+    cache = runner.cache
+    if config.num_pages is not None:
+        num_pages = config.num_pages + 1
+    else:
+        budget = config.kv_cache_memory or _pool_bytes(config, cache.platform, model)
+        num_pages = cache.num_pages(budget, runner.max_num_seqs * runner.max_model_len)
+    tokens = (num_pages - 1) * cache.page_size
+    if tokens >= runner.max_model_len:
+        return replace(runner, num_pages=num_pages)
+    if config.max_model_len is not None or tokens < 2 * cache.page_size:
+        raise ConfigError(
+            f"max_model_len is {runner.max_model_len} tokens, but the KV pool holds {tokens} "
+            f"({cache.page_bytes * (num_pages - 1) / 1e6:.0f} MB); lower max_model_len or raise "
+            "kv_cache_memory"
+        )
+    logger.warning(
+        "max_model_len lowered from %d to %d, what the KV pool holds", runner.max_model_len, tokens
+    )
+    return replace(runner, num_pages=num_pages, max_model_len=tokens)
+
+
+def _pool_bytes(config: EngineConfig, platform: str, model: CausalLM) -> int:
+    """Bytes for the KV cache: on accelerators what weights and temporaries leave."""
+    if platform == "cpu":
+        return cpu_pool_bytes()
+    device = model.context.mesh.devices.flat[0]
+    stats: Mapping[str, int] | None = device.memory_stats()
+    if not stats or "bytes_limit" not in stats:
+        raise ConfigError(f"{device} does not tell its memory; give kv_cache_memory or num_pages")
+    usable = int(stats["bytes_limit"] * config.gpu_memory_utilization) - stats["bytes_in_use"]
+    return max(0, usable) * model.context.tensor_parallel
+
+
+def _limits(config: EngineConfig, runner: ModelRunner) -> SchedulerLimits:
+    budget = runner.config.max_num_batched_tokens
+    chunk = config.max_prefill_chunk_tokens
+    if chunk is None:
+        # Half a step, and room for the decodes below the rung it rounds up to.
+        chunk = max(budget // 2 - config.max_num_seqs, 16)
+    depth = config.pipeline_depth
+    if depth is None:
+        depth = 0 if runner.platform == "cpu" else 1
+    return SchedulerLimits(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=budget,
+        max_prefill_chunk_tokens=min(chunk, budget),
+        max_decode_steps_before_prefill=config.max_decode_steps_before_prefill,
+        decode_steps=config.decode_steps,
+        pipeline_depth=depth,
+    )
+
+
+def _model_name(model: str | None, path: Path) -> str:
+    """The hub id as given, else the directory's or the GGUF file's own name; never a path."""
+    if model is not None and not Path(model).expanduser().exists():
+        return model
+    return path.resolve().name.removesuffix(".gguf")
+
+
+def _eos_token_ids(checkpoint: Checkpoint, tokenizer: Tokenizer) -> frozenset[int]:
+    """Everything the tokenizer, config.json and generation_config.json call end-of-sequence."""
+    ids = set(tokenizer.eos_token_ids)
+    for values in (checkpoint.generation_config, checkpoint.hf_config):
+        eos = values.get("eos_token_id")
+        ids |= set(eos if isinstance(eos, list) else [] if eos is None else [eos])
+    return frozenset(ids)
+
+
+def _log_setup(
+    runner: ModelRunner, limits: SchedulerLimits, model: CausalLM, watch: CompileWatch
+) -> None:
+    """Says what was decided: device, implementations, ladders, pool."""
+    config, cache, context = runner.config, runner.config.cache, model.context
+    devices = context.mesh.devices.flat
+    logger.info(
+        "device: %d × %s (%s), activations %s, KV cache %s",
+        context.mesh.devices.size,
+        devices[0].device_kind,
+        context.platform,
+        context.dtype.name,
+        np.dtype(cache.dtype).name,
+    )
+    attention = paged_attention.choose(
+        jax.ShapeDtypeStruct(
+            (limits.max_num_seqs, model.config.num_heads, cache.head_dim), context.dtype
+        ),
+        jax.ShapeDtypeStruct(cache.shape(config.num_pages), cache.dtype),
+        platform=context.platform,
+        implementation=context.attention,
+    )
+    logger.info("paged_attention: %s", attention)
+    logger.info("matmul: xla (%s weights)", context.weight_dtype.name)
+    logger.info(
+        "ladder: decode %s, tokens %s; %d programs, %d executables in %.1f s",
+        runner.ladders.decode,
+        runner.ladders.tokens,
+        runner.num_programs,
+        watch.num_compiles,
+        watch.seconds,
+    )
+    pages = config.num_pages - 1
+    logger.info(
+        "KV pool: %d tokens in %d pages of %d (%.0f MB); context %d tokens",
+        pages * cache.page_size,
+        pages,
+        cache.page_size,
+        math.prod((pages, cache.page_bytes)) / 1e6,
+        config.max_model_len,
+    )
+    logger.info(
+        "steps: %d sequences, %d tokens, %d prompt tokens beside decodes, %d decode steps at once, "
+        "pipeline depth %d",
+        limits.max_num_seqs,
+        limits.max_num_batched_tokens,
+        limits.max_prefill_chunk_tokens,
+        limits.bulk_steps,
+        limits.pipeline_depth,
+    )
