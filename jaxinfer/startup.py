@@ -302,7 +302,7 @@ def _limits(config: EngineConfig, runner: ModelRunner) -> SchedulerLimits:
         chunk = max(budget // 2 - config.max_num_seqs, 16)
     depth = config.pipeline_depth
     if depth is None:
-        depth = 0 if runner.platform == "cpu" else 1
+        depth = 1
     return SchedulerLimits(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=budget,
