@@ -7,7 +7,7 @@ import queue
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Any, Self, cast
+from typing import Any, cast
 
 from tqdm import tqdm
 
@@ -44,7 +44,7 @@ class LLM:
         self._engine.load()
         self._ids = itertools.count()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> LLM:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -206,7 +206,7 @@ class _ProgressBar:
         self._began = time.perf_counter()
         self._num_tokens = 0
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> _ProgressBar:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
