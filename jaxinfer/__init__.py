@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from jaxinfer._kernels_package import check_kernels_package
+
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
@@ -41,6 +43,8 @@ __all__ = sorted(_HOMES)
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'jaxinfer' has no attribute {name!r}")
+    if _HOMES[name] == "llm":
+        check_kernels_package()
     value = getattr(importlib.import_module(f"jaxinfer.{_HOMES[name]}"), name)
     globals()[name] = value
     return value

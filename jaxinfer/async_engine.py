@@ -6,7 +6,8 @@ import asyncio
 import logging
 import queue
 import threading
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from jaxinfer.config import EngineConfig
@@ -21,15 +22,25 @@ __all__ = ["AsyncEngine", "EngineDeadError", "EngineRequest", "EngineStats", "Qu
 
 logger = logging.getLogger(__name__)
 
-Deliver = Callable[[list[OutputDelta]], None]
+Batch = list[OutputDelta] | Exception
+"""What one step added to one request, or why the engine did not take the request."""
+Deliver = Callable[[Batch], None]
 State = Literal["loading", "ready", "draining", "dead"]
+
+
+@dataclass(slots=True)
+class _Open:
+    """A request that was submitted and has not ended."""
+
+    deliver: Deliver
+    indices: set[int]
 
 
 class AsyncEngine:
     """Runs an engine on a thread of its own.
 
-    Invariants: only that thread touches the engine; every submitted request gets a delta with a
-    finish reason, also when the engine dies.
+    Invariants: only that thread touches the engine; every submitted request gets, for each of its
+    completions, a delta with a finish reason, also when the engine dies, or else one exception.
 
     Attributes:
       config: how the model is to be loaded.
@@ -41,9 +52,19 @@ class AsyncEngine:
         self.state: State = "loading"
         self._loaded: LoadedEngine | None = None
         self._commands: queue.SimpleQueue[Callable[[Engine], None] | None] = queue.SimpleQueue()
-        self._deliver: dict[str, Deliver] = {}
+        # Guards `state` and `_open` between submitting threads and the engine's; notified when
+        # nothing is open any more.
+        self._idle = threading.Condition()
+        self._open: dict[str, _Open] = {}
         self._stats: EngineStats | None = None
         self._thread: threading.Thread | None = None
+
+    @classmethod
+    def from_loaded(cls, loaded: LoadedEngine) -> AsyncEngine:
+        """Returns a ready one around an engine that exists already and that it owns from here."""
+        engine = cls(EngineConfig())
+        engine._start(loaded)
+        return engine
 
     # Life.
 
@@ -52,16 +73,25 @@ class AsyncEngine:
 
         Raises:
           ValueError: the checkpoint or the configuration cannot be used.
+          EngineDeadError: `close` was called meanwhile.
         """
         try:
-            self._loaded = load_engine(self.config)
+            self._start(load_engine(self.config))
         except BaseException:
             self.state = "dead"
             raise
-        self._stats = self._loaded.engine.stats()
-        self._thread = threading.Thread(target=self._run, name="jaxinfer-engine", daemon=True)
-        self._thread.start()
-        self.state = "ready"
+
+    def _start(self, loaded: LoadedEngine) -> None:
+        with self._idle:
+            if self.state != "loading":
+                raise EngineDeadError("the engine was closed while it was loading")
+            self._loaded = loaded
+            self._stats = loaded.engine.stats()
+            self._thread = threading.Thread(
+                target=self._run, args=(loaded.engine,), name="jaxinfer-engine", daemon=True
+            )
+            self.state = "ready"
+            self._thread.start()
 
     async def start(self) -> None:
         """`load` in a thread, so that the loop stays free."""
@@ -72,22 +102,20 @@ class AsyncEngine:
         await asyncio.to_thread(self.close, timeout)
 
     def close(self, timeout: float = 0.0) -> None:
-        """As `shutdown`, from a thread."""
-        if self._thread is None or not self._thread.is_alive():
-            self.state = "dead"
-            return
-        self.state = "draining"
-        idle = threading.Event()
-        self._commands.put(lambda engine: idle.set() if not engine.has_work else None)
-        waited = 0.0
-        while timeout > waited and self._deliver and self._thread.is_alive():
-            idle.wait(0.02)
-            waited += 0.02
-        for request_id in list(self._deliver):
+        """As `shutdown`, from a thread; the model is freed."""
+        with self._idle:
+            if self._thread is None:
+                self.state = "dead"  # `load`, if it is running, will not start the thread
+                return
+            if self.state == "ready":
+                self.state = "draining"
+            self._idle.wait_for(lambda: not self._open, timeout)
+            unfinished = list(self._open)
+        for request_id in unfinished:
             self.abort(request_id)
         self._commands.put(None)
         self._thread.join()
-        self.state = "dead"
+        self._loaded = None
 
     # What clients need to know of the model.
 
@@ -147,63 +175,93 @@ class AsyncEngine:
     def submit(self, request: EngineRequest, deliver: Deliver) -> None:
         """Hands over a request; `deliver` is called on the engine thread with lists of deltas.
 
-        A request the engine refuses gets a delta with finish reason "error" for each completion;
-        callers that want the exception use `check` first.
+        If the engine refuses the request, `deliver` gets the exception instead; callers that want
+        an InvalidParameter at once use `check` first.
 
         Raises:
           EngineDeadError: the engine takes no requests.
-          QueueFullError: too many requests wait.
+          QueueFullError: too many sequences wait.
+          ValueError: a request with this id is in flight.
         """
-        if self.state != "ready":
-            raise EngineDeadError(f"the engine is {self.state}")
-        engine = self.loaded.engine
-        if len(self._deliver) >= engine.max_queued_requests + engine.max_num_seqs:
-            raise QueueFullError(f"{len(self._deliver)} requests are in flight")
-        self._deliver[request.request_id] = deliver
-        self._commands.put(lambda engine: self._add(engine, request))
+        n = request.params.n
+        with self._idle:
+            if self.state != "ready":
+                raise EngineDeadError(f"the engine is {self.state}")
+            engine = self.loaded.engine
+            num_open = sum(len(one.indices) for one in self._open.values())
+            # Those that run are part of the limit; `load_engine` has set it accordingly.
+            if num_open + n > engine.max_queued_requests:
+                raise QueueFullError(
+                    f"{num_open} sequences are running or waiting; the limit is "
+                    f"{engine.max_queued_requests}"
+                )
+            if request.request_id in self._open:
+                raise ValueError(f"request id {request.request_id!r} is already in flight")
+            self._open[request.request_id] = _Open(deliver, set(range(n)))
+            self._commands.put(lambda engine: self._add(engine, request))
 
     def abort(self, request_id: str) -> None:
         """Ends a request soon; unknown ids are ignored."""
-        self._commands.put(lambda engine: self._dispatch(engine.abort(request_id)))
+        self._commands.put(lambda engine: self._abort(engine, request_id))
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[OutputDelta, None]:
         """Yields deltas until every completion has ended; closing the iterator aborts.
 
         Raises:
           EngineDeadError, QueueFullError: as `submit`.
+          InvalidParameter: the engine refused the request.
         """
         loop = asyncio.get_running_loop()
-        deltas: asyncio.Queue[list[OutputDelta]] = asyncio.Queue()
-
-        def deliver(batch: list[OutputDelta]) -> None:
-            loop.call_soon_threadsafe(deltas.put_nowait, batch)
-
-        self.submit(request, deliver)
+        arrived: asyncio.Queue[Batch] = asyncio.Queue()
+        self.submit(request, lambda batch: _post(loop, arrived, batch))
         num_open = request.params.n
         try:
             while num_open:
-                for delta in await deltas.get():
-                    if delta.finish_reason is not None:
-                        num_open -= 1
+                for delta in _deltas(await arrived.get()):
+                    num_open -= delta.finish_reason is not None
                     yield delta
         finally:
             if num_open:
                 self.abort(request.request_id)
 
+    def stream(self, requests: Sequence[EngineRequest]) -> Generator[OutputDelta, None, None]:
+        """Yields the deltas of all requests as they come, on a thread; closing aborts.
+
+        Raises:
+          EngineDeadError: the engine takes no requests, or it died.
+          QueueFullError: as `submit`.
+          InvalidParameter: the engine refused a request.
+        """
+        arrived: queue.SimpleQueue[Batch] = queue.SimpleQueue()
+        num_open: dict[str, int] = {}
+        try:
+            for request in requests:
+                # Noted first: an interrupt may come between these two lines.
+                num_open[request.request_id] = request.params.n
+                self.submit(request, arrived.put)
+            while num_open:
+                for delta in _deltas(arrived.get()):
+                    if delta.finish_reason == "error" and self.state == "dead":
+                        raise EngineDeadError(delta.error)
+                    num_open[delta.request_id] -= delta.finish_reason is not None
+                    if not num_open[delta.request_id]:
+                        del num_open[delta.request_id]
+                    yield delta
+        finally:
+            for request_id in num_open:
+                self.abort(request_id)
+
     # The engine thread.
 
-    def _run(self) -> None:
-        engine = self.loaded.engine
+    def _run(self, engine: Engine) -> None:
         try:
             while self._obey(engine):
                 if engine.has_work:
-                    self._dispatch(engine.step())
-                    self._stats = engine.stats()
+                    self._dispatch(engine, engine.step())
         except Exception:
             logger.exception("the engine stopped")
         finally:
-            self.state = "dead"
-            self._fail_open_requests()
+            self._die()
 
     def _obey(self, engine: Engine) -> bool:
         """Carries out waiting commands, sleeping while there is nothing to do; False to stop."""
@@ -215,42 +273,83 @@ class AsyncEngine:
             if command is None:
                 return False
             command(engine)
-            self._stats = engine.stats()
 
     def _add(self, engine: Engine, request: EngineRequest) -> None:
         try:
             engine.add(request)
         except (ValueError, QueueFullError) as error:
-            self._fail(request.request_id, request.params.n, str(error))
+            with self._idle:
+                refused = self._open.pop(request.request_id)
+                self._idle.notify_all()
+            _call(refused.deliver, error)
+        self._stats = engine.stats()
 
-    def _dispatch(self, deltas: list[OutputDelta]) -> None:
-        """Delivers a step's deltas, those of one request in one call."""
+    def _abort(self, engine: Engine, request_id: str) -> None:
+        self._dispatch(engine, engine.abort(request_id))
+
+    def _dispatch(self, engine: Engine, deltas: list[OutputDelta]) -> None:
+        """Delivers deltas, those of one request in one call; who has the last sees new stats."""
+        self._stats = engine.stats()
         by_request: dict[str, list[OutputDelta]] = {}
         for delta in deltas:
             by_request.setdefault(delta.request_id, []).append(delta)
         for request_id, batch in by_request.items():
-            deliver = self._deliver.get(request_id)
-            if not self.loaded.engine.is_open(request_id):
-                self._deliver.pop(request_id, None)
-            if deliver is not None:
-                self._call(deliver, batch)
+            receiver = self._settle(request_id, batch)
+            if receiver is not None and not _call(receiver.deliver, batch):
+                with self._idle:
+                    self._open.pop(request_id, None)
+                    self._idle.notify_all()
+                engine.abort(request_id)
+                self._stats = engine.stats()
 
-    def _call(self, deliver: Deliver, batch: list[OutputDelta]) -> None:
-        try:
-            deliver(batch)
-        except RuntimeError:
-            # The loop that waited for it is closed: nobody is there to be told.
-            logger.info("request %s: its client is gone", batch[0].request_id)
+    def _settle(self, request_id: str, batch: list[OutputDelta]) -> _Open | None:
+        """Forgets the completions that ended, and the request after its last one."""
+        with self._idle:
+            receiver = self._open.get(request_id)
+            if receiver is not None:
+                receiver.indices -= {
+                    delta.index for delta in batch if delta.finish_reason is not None
+                }
+                if not receiver.indices:
+                    del self._open[request_id]
+                    self._idle.notify_all()
+            return receiver
 
-    def _fail(self, request_id: str, n: int, error: str) -> None:
-        deliver = self._deliver.pop(request_id, None)
-        if deliver is not None:
+    def _die(self) -> None:
+        """Ends what is open; nothing can be submitted any more once the lock is free."""
+        with self._idle:
+            self.state = "dead"
+            unfinished = dict(self._open)
+            self._open.clear()
+            self._idle.notify_all()
+        for request_id, receiver in unfinished.items():
             deltas = [
-                OutputDelta(request_id, index, finish_reason="error", error=error)
-                for index in range(n)
+                OutputDelta(request_id, index, finish_reason="error", error="the engine stopped")
+                for index in sorted(receiver.indices)
             ]
-            self._call(deliver, deltas)
+            _call(receiver.deliver, deltas)
 
-    def _fail_open_requests(self) -> None:
-        for request_id in list(self._deliver):
-            self._fail(request_id, self.loaded.engine.num_open(request_id), "the engine stopped")
+
+def _deltas(batch: Batch) -> list[OutputDelta]:
+    if isinstance(batch, Exception):
+        raise batch
+    return batch
+
+
+def _post(loop: asyncio.AbstractEventLoop, arrived: asyncio.Queue[Batch], batch: Batch) -> None:
+    loop.call_soon_threadsafe(arrived.put_nowait, batch)
+
+
+def _call(deliver: Deliver, batch: Batch) -> bool:
+    """Calls back; returns whether anyone was there, so that the others' engine lives on."""
+    try:
+        deliver(batch)
+    except Exception as error:
+        # A RuntimeError is a loop that was closed while its task waited.
+        logger.log(
+            logging.INFO if isinstance(error, RuntimeError) else logging.ERROR,
+            "a request's client is gone: %s",
+            error,
+        )
+        return False
+    return True

@@ -12,9 +12,10 @@ import platform
 import sys
 from collections.abc import Sequence
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
+from jaxinfer import cpu
+from jaxinfer._kernels_package import check_kernels_package
 from jaxinfer.config import (
     ConfigError,
     EngineConfig,
@@ -34,12 +35,22 @@ _DISTRIBUTIONS = ("jaxinfer", "jax", "jaxlib", "flax", "numpy", "aiohttp", "toke
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code: 0, 1 failed, 2 wrong flags or port taken."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        check_kernels_package()
+    except ImportError as error:
+        print(f"jaxinfer: {error}", file=sys.stderr)
+        return EXIT_FAILURE
     args = _parser(is_bench=words[:1] == ["bench"]).parse_args(words)
     try:
         return args.run(args)
     except ConfigError as error:
         print(f"jaxinfer {args.command}: {error}", file=sys.stderr)
         return EXIT_USAGE
+    except (ValueError, OSError) as error:
+        # A model that cannot be used; where the message is not enough, debug has the traceback.
+        logging.getLogger("jaxinfer").debug("failed", exc_info=error)
+        print(f"jaxinfer {args.command}: {error}", file=sys.stderr)
+        return EXIT_FAILURE
 
 
 def serve_main() -> int:
@@ -108,9 +119,7 @@ def prepare_process(engine_config: EngineConfig, log_level: str = "info") -> Non
     """Sets what has to be in place before jax is imported: CPU threads and logging."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     logging.getLogger("jaxinfer").setLevel(log_level.upper())
-    if engine_config.num_threads is not None:
-        # The size of XLA:CPU's thread pool; it is read once, when the CPU client is made.
-        os.environ["PJRT_NPROC"] = str(engine_config.num_threads)
+    cpu.set_num_threads(engine_config.num_threads)
     if os.environ.get("MISTRALRS_USE_PAGEABLE_KERNELS", "0") != "0":
         logging.getLogger("jaxinfer").info(
             "MISTRALRS_USE_PAGEABLE_KERNELS is set: the KV cache is always paged here"
@@ -187,7 +196,9 @@ def _serve(args: argparse.Namespace) -> int:
 def _bench(args: argparse.Namespace) -> int:
     from jaxinfer import bench
 
-    return bench.run(args) or EXIT_OK
+    config = bench.engine_config(args)
+    prepare_process(config)
+    return bench.run(config, args)
 
 
 def _doctor(args: argparse.Namespace) -> int:
@@ -224,8 +235,5 @@ def _version(distribution: str) -> str:
 
 def _cpu_features() -> str:
     wanted = ("avx2", "fma", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8", "asimd", "sve")
-    try:
-        words = set(Path("/proc/cpuinfo").read_text(encoding="ascii", errors="ignore").split())
-    except OSError:
-        return "features unknown"
+    words = set(cpu.features().split())
     return " ".join(name for name in wanted if name in words) or "no vector extension known to us"

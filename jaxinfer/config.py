@@ -136,6 +136,7 @@ class EngineConfig:
             self.prefix_cache,
             "is not available: the prefix cache comes with a later release; leave it out",
         )
+        _require(self.matmul in (None, "xla"), "matmul", self.matmul, "must be xla, the only one")
         _require(
             self.max_decode_steps_before_prefill >= 0,
             "max_decode_steps_before_prefill",

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import difflib
 import itertools
-import queue
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import fields, replace
+from numbers import Integral
 from typing import Any, cast
 
 from tqdm import tqdm
 
-from jaxinfer.async_engine import AsyncEngine, EngineDeadError
+from jaxinfer.async_engine import AsyncEngine
 from jaxinfer.config import EngineConfig
 from jaxinfer.outputs import OutputDelta, RequestOutput, TokenLogprob
 from jaxinfer.request import EngineRequest
@@ -39,10 +42,19 @@ class LLM:
     """
 
     def __init__(self, model: str | None = None, **options: Any) -> None:
+        _refuse_unknown(options, EngineConfig)
         options.setdefault("max_queued_requests", 2**31 - 1)
         self._engine = AsyncEngine(EngineConfig(model=model, **options))
         self._engine.load()
         self._ids = itertools.count()
+
+    @classmethod
+    def from_engine(cls, engine: AsyncEngine) -> LLM:
+        """Returns one around an engine that is ready and that it owns from here."""
+        llm = cls.__new__(cls)
+        llm._engine = engine
+        llm._ids = itertools.count()
+        return llm
 
     def __enter__(self) -> LLM:
         return self
@@ -81,30 +93,12 @@ class LLM:
           sampling: fields of SamplingParams, over `params` or the checkpoint's own defaults.
 
         Raises:
-          InvalidParameter: a prompt or a setting does not fit the model.
+          ValueError: a setting is unknown, or one or a prompt does not fit (InvalidParameter).
           EngineDeadError: the model was closed.
         """
         batch = _as_batch(prompts)
-        requests = [
-            self._request(prompt, settings)
-            for prompt, settings in zip(
-                batch, self._settings(params, sampling, len(batch)), strict=True
-            )
-        ]
-        outputs = {
-            request.request_id: RequestOutput.empty(
-                request.request_id,
-                prompt if isinstance(prompt, str) else None,
-                request.prompt_token_ids,
-                request.params.n,
-            )
-            for prompt, request in zip(batch, requests, strict=True)
-        }
-        with _ProgressBar(sum(r.params.n for r in requests), progress) as bar:
-            for delta in self._run(requests):
-                outputs[delta.request_id].extend(delta)
-                bar.count(delta)
-        return list(outputs.values())
+        settings = self._settings(params, sampling, len(batch))
+        return self._run(batch, settings, "Generating" if progress else None)
 
     def chat(
         self,
@@ -141,7 +135,7 @@ class LLM:
     ) -> Iterator[OutputDelta]:
         """Yields one prompt's output as it is generated; closing the iterator aborts."""
         [settings] = self._settings(params, sampling, 1)
-        yield from self._run([self._request(prompt, settings)])
+        yield from self._engine.stream([self._request(prompt, settings)])
 
     def score(
         self, prompts: Prompt | Iterable[Prompt], *, top: int = 0, progress: bool = True
@@ -153,7 +147,8 @@ class LLM:
           top: how many alternatives to report per position, 0 to 20.
         """
         settings = SamplingParams(max_tokens=0, temperature=0.0, prompt_logprobs=top)
-        outputs = self.generate(prompts, settings, progress=progress)
+        batch = _as_batch(prompts)
+        outputs = self._run(batch, [settings] * len(batch), "Scoring" if progress else None)
         return [output.prompt_logprobs or [None] for output in outputs]
 
     def _settings(
@@ -162,8 +157,9 @@ class LLM:
         sampling: Mapping[str, Any],
         count: int,
     ) -> list[SamplingParams]:
+        _refuse_unknown(sampling, SamplingParams)
         if params is None:
-            defaults = {"max_tokens": DEFAULT_MAX_TOKENS, **self._engine.loaded.default_params}
+            defaults = {"max_tokens": DEFAULT_MAX_TOKENS, **self._engine.default_params}
             return [SamplingParams(**{**defaults, **sampling})] * count
         given = [params] * count if isinstance(params, SamplingParams) else list(params)
         if len(given) != count:
@@ -176,33 +172,36 @@ class LLM:
         self._engine.check(request)
         return request
 
-    def _run(self, requests: list[EngineRequest]) -> Iterator[OutputDelta]:
-        """Submits requests and yields their deltas; aborts what is open when left early."""
-        arrived: queue.SimpleQueue[list[OutputDelta]] = queue.SimpleQueue()
-        open_: dict[str, int] = {}
-        try:
-            for request in requests:
-                open_[request.request_id] = request.params.n
-                self._engine.submit(request, arrived.put)
-            while open_:
-                for delta in arrived.get():
-                    if delta.finish_reason == "error":
-                        raise EngineDeadError(delta.error)
-                    if delta.finish_reason is not None:
-                        open_[delta.request_id] -= 1
-                        if not open_[delta.request_id]:
-                            del open_[delta.request_id]
-                    yield delta
-        finally:
-            for request_id in open_:
-                self._engine.abort(request_id)
+    def _run(
+        self, prompts: Sequence[Prompt], settings: Sequence[SamplingParams], title: str | None
+    ) -> list[RequestOutput]:
+        """Runs all prompts together, under a bar of that title; an interrupt aborts them."""
+        requests = [self._request(*pair) for pair in zip(prompts, settings, strict=True)]
+        outputs = {
+            request.request_id: RequestOutput.empty(
+                request.request_id,
+                prompt if isinstance(prompt, str) else None,
+                request.prompt_token_ids,
+                request.params.n,
+            )
+            for prompt, request in zip(prompts, requests, strict=True)
+        }
+        num_completions = sum(request.params.n for request in requests)
+        with (
+            _ProgressBar(num_completions, title) as bar,
+            closing(self._engine.stream(requests)) as deltas,
+        ):
+            for delta in deltas:
+                outputs[delta.request_id].extend(delta)
+                bar.count(delta)
+        return list(outputs.values())
 
 
 class _ProgressBar:
-    """Completions done, and tokens per second so far."""
+    """Completions done, and tokens per second so far: generated ones, or scored ones."""
 
-    def __init__(self, total: int, shown: bool) -> None:
-        self._bar = tqdm(total=total, desc="Generating", disable=not shown)
+    def __init__(self, total: int, title: str | None) -> None:
+        self._bar = tqdm(total=total, desc=title, disable=title is None)
         self._began = time.perf_counter()
         self._num_tokens = 0
 
@@ -214,23 +213,35 @@ class _ProgressBar:
 
     def count(self, delta: OutputDelta) -> None:
         """Takes one delta into account."""
-        self._num_tokens += len(delta.token_ids)
+        self._num_tokens += len(delta.token_ids) or len(delta.prompt_logprobs or ())
         rate = self._num_tokens / (time.perf_counter() - self._began)
         self._bar.set_postfix_str(f"{rate:.1f} tok/s", refresh=False)
         self._bar.update(delta.finish_reason is not None)
 
 
-def _as_batch(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
+def _refuse_unknown(names: Iterable[str], *classes: type) -> None:
+    known = {field.name: owner for owner in classes for field in fields(owner)}
+    for name in names:
+        if name not in known:
+            [nearest] = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+            owners = " and ".join(owner.__name__ for owner in classes)
+            raise ValueError(f"{name!r} is no field of {owners}; the nearest is {nearest!r}")
+
+
+def _as_batch(prompts: Prompt | Iterable[Prompt]) -> list[str | list[int]]:
+    """Returns the prompts as a list; ids of any integer type, numpy's too, become ints."""
     if isinstance(prompts, str):
         return [prompts]
     batch = list(prompts)
-    if batch and all(isinstance(item, int) for item in batch):
-        return [cast(list[int], batch)]
-    return cast(list[Prompt], batch)
+    if batch and all(isinstance(item, Integral) for item in batch):
+        return [[int(item) for item in cast(list[int], batch)]]
+    several = cast(list[Prompt], batch)
+    return [item if isinstance(item, str) else [int(token) for token in item] for item in several]
 
 
 _models: dict[tuple[tuple[str, Any], ...], LLM] = {}
 """Models that `generate` loaded, by their options."""
+_loading = threading.Lock()
 
 
 def generate(
@@ -246,20 +257,19 @@ def generate(
     Raises:
       ValueError: an option is unknown or out of range, or the checkpoint cannot be used.
     """
+    _refuse_unknown(options.keys() - {"progress"}, SamplingParams, EngineConfig)
     engine_fields = {field.name for field in fields(EngineConfig)}
     engine = {name: options.pop(name) for name in list(options) if name in engine_fields}
-    unknown = options.keys() - {field.name for field in fields(SamplingParams)} - {"progress"}
-    if unknown:
-        raise ValueError(
-            f"{sorted(unknown)[0]!r} is neither a field of SamplingParams nor of EngineConfig"
-        )
     key = (("model", model), *sorted(engine.items()))
-    if key not in _models:
-        _models[key] = LLM(model, **engine)
-    return _models[key].generate(prompts, **options)
+    with _loading:
+        if key not in _models:
+            _models[key] = LLM(model, **engine)
+        llm = _models[key]
+    return llm.generate(prompts, **options)
 
 
 def unload() -> None:
     """Frees every model that `generate` kept."""
-    while _models:
-        _models.popitem()[1].close()
+    with _loading:
+        while _models:
+            _models.popitem()[1].close()

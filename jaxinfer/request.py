@@ -68,7 +68,11 @@ class Completion:
     params: SamplingParams
     text: TextStream
     stops: StopStrings
-    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    reports_prompt: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.reports_prompt = self.index == 0 and self.params.prompt_logprobs is not None
 
     def delta(
         self,
@@ -116,7 +120,7 @@ class Completion:
         return OutputDelta(self.request_id, self.index, finish_reason=reason, error=error)
 
     def _take_prompt_logprobs(self) -> tuple[TokenLogprob | None, ...] | None:
-        if not self.prompt_logprobs:
+        if not self.reports_prompt:
             return None
-        taken, self.prompt_logprobs = (None, *self.prompt_logprobs), []
-        return taken
+        self.reports_prompt = False
+        return (None, *self.prompt_logprobs)

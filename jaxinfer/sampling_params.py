@@ -7,7 +7,7 @@ are checked by `validate_for`, which the server calls before a request is admitt
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 MAX_LOGPROBS = 20
@@ -70,8 +70,8 @@ class SamplingParams:
     seed: int | None = None
     max_tokens: int | None = None
     min_tokens: int = 0
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
-import os
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +15,18 @@ import numpy as np
 from jax.sharding import Mesh
 from tqdm import tqdm
 
+from jaxinfer import cpu
 from jaxinfer.checkpoint import Checkpoint, open_checkpoint, resolve_model
-from jaxinfer.checkpoint.default_model import cache_directory
+from jaxinfer.compilation_cache import set_compilation_cache
 from jaxinfer.config import ConfigError, EngineConfig
 from jaxinfer.engine import Engine
 from jaxinfer.models import load_model_module
-from jaxinfer.nn.config import KVGroup
+from jaxinfer.nn.config import DecoderConfig, KVGroup
 from jaxinfer.nn.context import ModelContext
 from jaxinfer.nn.decoder import CausalLM
+from jaxinfer.pool_size import with_pool
 from jaxinfer.runner.compile_watch import CompileWatch
-from jaxinfer.runner.kv_cache import CacheSpec, cpu_pool_bytes, default_page_size
+from jaxinfer.runner.kv_cache import CacheSpec, default_page_size
 from jaxinfer.runner.loader import check_tensors, load_weights, make_abstract_model
 from jaxinfer.runner.model_runner import ModelRunner, RunnerConfig
 from jaxinfer.scheduler.page_tables import GroupSpec, PageTables
@@ -71,6 +69,7 @@ def load_engine(config: EngineConfig, progress: bool = True) -> LoadedEngine:
         the configuration does not fit it (ConfigError).
     """
     began = time.monotonic()
+    cpu.set_num_threads(config.num_threads)
     path = resolve_model(config.model, config.revision)
     checkpoint = open_checkpoint(path)
     if config.model_type not in (None, checkpoint.model_type):
@@ -79,17 +78,26 @@ def load_engine(config: EngineConfig, progress: bool = True) -> LoadedEngine:
         )
     source = config.tokenizer_path
     tokenizer = load_tokenizer(checkpoint.tokenizer_source if source is None else Path(source))
+    chat_template = ChatTemplate.from_tokenizer(tokenizer, config.chat_template)
+    if chat_template.unavailable is not None:
+        logger.warning("chats will be refused: %s", chat_template.unavailable)
     set_compilation_cache(config.compilation_cache_dir)
-    model, groups = _load_model(config, checkpoint, progress)
+    model, groups = load_model(config, checkpoint, progress)
     engine = assemble_engine(
-        config, model, groups, tokenizer, _eos_token_ids(checkpoint, tokenizer), progress
+        # To the engine all that came since its last step waits, also what will run in the next.
+        replace(config, max_queued_requests=config.max_queued_requests + config.max_num_seqs),
+        model,
+        groups,
+        tokenizer,
+        _eos_token_ids(checkpoint, tokenizer),
+        progress,
     )
     logger.info("ready after %.1f s", time.monotonic() - began)
     return LoadedEngine(
         engine=engine,
         model_name=_model_name(config.model, path),
         tokenizer=tokenizer,
-        chat_template=ChatTemplate.from_tokenizer(tokenizer, config.chat_template),
+        chat_template=chat_template,
         default_params={
             name: value
             for name, value in checkpoint.generation_config.items()
@@ -128,28 +136,6 @@ def assemble_engine(
     )
 
 
-def set_compilation_cache(directory: str | None) -> None:
-    """Turns the persistent compilation cache on, in a directory of this jaxlib and these CPUs.
-
-    A program compiled for other CPU features would crash; jax's key does not cover them all.
-    """
-    if jax.config.values["jax_compilation_cache_dir"] is not None and directory is None:
-        return  # the user's own choice
-    base = Path(directory) if directory else cache_directory() / "xla"
-    features = hashlib.sha256(_cpu_features().encode()).hexdigest()[:12]
-    jax.config.update(
-        "jax_compilation_cache_dir", str(base / f"jaxlib-{version('jaxlib')}-{features}")
-    )
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-
-
-def _cpu_features() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else [os.uname().machine]
-    return next((line for line in lines if line.startswith(("flags", "Features"))), lines[0])
-
-
 def make_mesh(tensor_parallel: int, allow_fewer: bool = False) -> Mesh:
     """Returns the mesh (data, tensor) over the first devices of the default platform.
 
@@ -169,7 +155,7 @@ def make_mesh(tensor_parallel: int, allow_fewer: bool = False) -> Mesh:
     return Mesh(np.array(devices[:tensor_parallel]).reshape(1, -1), ("data", "tensor"))
 
 
-def _load_model(
+def load_model(
     config: EngineConfig, checkpoint: Checkpoint, progress: bool
 ) -> tuple[CausalLM, tuple[KVGroup, ...]]:
     """Returns the filled model and its KV groups."""
@@ -177,6 +163,9 @@ def _load_model(
     model_config = module.Config.from_hf(checkpoint.hf_config)
     mesh = make_mesh(config.tensor_parallel, config.allow_fewer_devices)
     platform = mesh.devices.flat[0].platform
+    # What can be refused at once is, before seconds or minutes of loading.
+    _check_attention(config.attention, platform)
+    _max_model_len(config, model_config)
     dtype, weight_dtype = _dtypes(config, platform)
     context = ModelContext(
         mesh=mesh,
@@ -211,7 +200,7 @@ def _dtypes(config: EngineConfig, platform: str) -> tuple[np.dtype, np.dtype]:
         return dtype, dtype
     if platform != "cpu":
         return bfloat16, bfloat16
-    has_products = {"avx512_bf16", "amx_bf16", "bf16"} & set(_cpu_features().split())
+    has_products = {"avx512_bf16", "amx_bf16", "bf16"} & set(cpu.features().split())
     return float32, bfloat16 if has_products else float32
 
 
@@ -223,16 +212,34 @@ def _kv_dtype(config: EngineConfig, platform: str) -> np.dtype:
     return paged_attention.kv_dtype(platform, jax.numpy.dtype(name))
 
 
+def _max_model_len(config: EngineConfig, model_config: DecoderConfig) -> int:
+    limit = model_config.max_position_embeddings
+    if config.max_model_len is not None and config.max_model_len > limit:
+        raise ConfigError(
+            f"max_model_len is {config.max_model_len}, but the model was made for {limit} "
+            "positions; lower it"
+        )
+    return config.max_model_len or limit
+
+
+def _check_attention(name: str | None, platform: str) -> None:
+    known = paged_attention.IMPLEMENTATIONS.get(platform)
+    if known is None:
+        raise ConfigError(
+            f"jax runs on {platform!r}, for which there is no attention; set JAX_PLATFORMS to one "
+            f"of {', '.join(paged_attention.IMPLEMENTATIONS)}"
+        )
+    if name not in (None, *known):
+        raise ConfigError(
+            f"attention {name!r} is not available on {platform}; choose one of {', '.join(known)}"
+        )
+
+
 def _make_runner(
     config: EngineConfig, model: CausalLM, num_groups: int, watch: CompileWatch
 ) -> ModelRunner:
     context, model_config = model.context, model.config
-    max_model_len = config.max_model_len or model_config.max_position_embeddings
-    if max_model_len > model_config.max_position_embeddings:
-        raise ConfigError(
-            f"max_model_len is {max_model_len}, but the model was made for "
-            f"{model_config.max_position_embeddings} positions; lower it"
-        )
+    max_model_len = _max_model_len(config, model_config)
     cache = CacheSpec(
         platform=context.platform,
         dtype=_kv_dtype(config, context.platform),
@@ -255,43 +262,8 @@ def _make_runner(
         num_groups=num_groups,
     )
     return ModelRunner(
-        model, _with_pool(config, runner_config, model), model_config.vocab_size, watch
+        model, with_pool(config, runner_config, model, watch), model_config.vocab_size, watch
     )
-
-
-def _with_pool(config: EngineConfig, runner: RunnerConfig, model: CausalLM) -> RunnerConfig:
-    """Decides the number of pages, and shortens the context if the pool cannot hold it."""
-    cache = runner.cache
-    if config.num_pages is not None:
-        num_pages = config.num_pages + 1
-    else:
-        budget = config.kv_cache_memory or _pool_bytes(config, cache.platform, model)
-        num_pages = cache.num_pages(budget, runner.max_num_seqs * runner.max_model_len)
-    tokens = (num_pages - 1) * cache.page_size
-    if tokens >= runner.max_model_len:
-        return replace(runner, num_pages=num_pages)
-    if config.max_model_len is not None or tokens < 2 * cache.page_size:
-        raise ConfigError(
-            f"max_model_len is {runner.max_model_len} tokens, but the KV pool holds {tokens} "
-            f"({cache.page_bytes * (num_pages - 1) / 1e6:.0f} MB); lower max_model_len or raise "
-            "kv_cache_memory"
-        )
-    logger.warning(
-        "max_model_len lowered from %d to %d, what the KV pool holds", runner.max_model_len, tokens
-    )
-    return replace(runner, num_pages=num_pages, max_model_len=tokens)
-
-
-def _pool_bytes(config: EngineConfig, platform: str, model: CausalLM) -> int:
-    """Bytes for the KV cache: on accelerators what weights and temporaries leave."""
-    if platform == "cpu":
-        return cpu_pool_bytes()
-    device = model.context.mesh.devices.flat[0]
-    stats: Mapping[str, int] | None = device.memory_stats()
-    if not stats or "bytes_limit" not in stats:
-        raise ConfigError(f"{device} does not tell its memory; give kv_cache_memory or num_pages")
-    usable = int(stats["bytes_limit"] * config.gpu_memory_utilization) - stats["bytes_in_use"]
-    return max(0, usable) * model.context.tensor_parallel
 
 
 def _limits(config: EngineConfig, runner: ModelRunner) -> SchedulerLimits:

@@ -76,7 +76,6 @@ class Linear(nnx.Module):
         y = y.astype(out_dtype or self.context.dtype)
         return self.context.constrain(y, *((None, "tensor") if self.sharding == "column" else ()))
 
-
     def _product(self, x: Float[Array, "T I"], weight: Float[Array, "O I"]) -> Float[Array, "T O"]:
         """Returns x Wᵀ in float32."""
         dot = partial(

@@ -51,7 +51,10 @@ def make_ladders(
 
 
 def _geometric(first: int, ratio: int, last: int, limit: int) -> tuple[int, ...]:
-    """first, first·ratio, ... and exactly `last`; at most `limit` rungs, the widest gaps first."""
+    """first, first·ratio, ... and exactly `last`; at most `limit` rungs.
+
+    A `last` below `first` is padded to `first`, the only rung then.
+    """
     rungs = []
     rung = first
     while rung < last:

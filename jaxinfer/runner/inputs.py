@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 from jaxinfer.runner.step_layout import StepLayout
-from jaxinfer.scheduler.plan import PageUpdate, PlannedRow, StepPlan
+from jaxinfer.scheduler.plan import PlannedRow, StepPlan
 
 
 class StepBuffer:
-    """A reused host array of one layout.
+    """Reused host arrays of one layout.
 
-    Two arrays alternate: with pipeline depth 1 the previous step may still be read while the next
-    is filled.
+    They take turns: with pipeline depth 1 the previous step may still be read while the next is
+    filled.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class StepBuffer:
         fields["kv_lens"][:num_seqs] = [row.start + 1 for row in rows]
         fields["limits"][:] = 0
         fields["limits"][:num_seqs] = [row.num_tokens for row in rows]
-        self._fill_page_updates(fields, plan.page_updates)
+        self._fill_page_updates(fields, plan)
         return self._buffers[self._turn]
 
     def fill_ragged(self, plan: StepPlan, wants_top: bool) -> np.ndarray:
@@ -75,7 +75,7 @@ class StepBuffer:
         fields["logit_index"][:num_logits] = indices
         fields["logit_target"][:] = 0
         fields["logit_target"][:num_logits] = targets
-        self._fill_page_updates(fields, plan.page_updates)
+        self._fill_page_updates(fields, plan)
         return self._buffers[self._turn]
 
     def fill_empty(self) -> np.ndarray:
@@ -83,17 +83,21 @@ class StepBuffer:
         fields = self._next()
         self._buffers[self._turn][:] = 0
         fields["rows"][:] = self._dummy_row
-        self._fill_page_updates(fields, [])
+        self._fill_page_updates(fields, StepPlan())
         return self._buffers[self._turn]
 
     def _next(self) -> dict[str, np.ndarray]:
         self._turn = (self._turn + 1) % len(self._buffers)
         return self._views[self._turn]
 
-    def _fill_page_updates(self, fields: dict[str, np.ndarray], updates: list[PageUpdate]) -> None:
+    def _fill_page_updates(self, fields: dict[str, np.ndarray], plan: StepPlan) -> None:
         groups, rows, width = self._table_shape
         index, value = fields["page_index"], fields["page_value"]
         index[:] = groups * rows * width  # past the end: dropped
+        # A row that got pages and was then preempted is not in the step: the rung has no room for
+        # its entries, and they are rewritten before anything reads them.
+        planned = {row.row for row in plan.rows}
+        updates = [update for update in plan.page_updates if update.row in planned]
         for slot, update in enumerate(updates):
             index[slot] = (update.group * rows + update.row) * width + update.index
             value[slot] = update.page

@@ -63,13 +63,21 @@ def default_page_size(platform: str) -> int:
 
 
 def cpu_pool_bytes() -> int:
-    """Default KV budget on CPU, in bytes."""
-    return min(int(CPU_MEMORY_SHARE * available_memory()), CPU_POOL_BYTES)
+    """Default KV budget on CPU, in bytes: a power of two.
+
+    Free memory varies from run to run, and the pool's size is part of every program's shape.
+    """
+    share = int(CPU_MEMORY_SHARE * available_memory())
+    return min(1 << max(share.bit_length() - 1, 0), CPU_POOL_BYTES)
 
 
 def available_memory() -> int:
     """Bytes this process may still take: the machine's, or what its control group leaves."""
-    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if "SC_AVPHYS_PAGES" in os.sysconf_names:
+        num_pages = os.sysconf("SC_AVPHYS_PAGES")
+    else:
+        num_pages = os.sysconf("SC_PHYS_PAGES") // 2  # macOS tells only what is built in
+    available = num_pages * os.sysconf("SC_PAGE_SIZE")
     for line in Path("/proc/meminfo").read_text().splitlines() if _has_proc() else ():
         if line.startswith("MemAvailable:"):
             available = int(line.split()[1]) * 1024

@@ -88,6 +88,12 @@ class PendingStep:
 class ModelRunner:
     """Runs planned steps of one model.
 
+    Args:
+      model: filled; its logits may have more columns than `vocab_size`, which are never sampled.
+      config: the shapes.
+      vocab_size: ids that can be sampled, scored and biased.
+      watch: counts compilations.
+
     Raises:
       ValueError: a limit makes no sense for the model.
     """
@@ -113,7 +119,9 @@ class ModelRunner:
         def merge(params: tuple[jax.Array, ...]) -> Any:
             return nnx.merge(graphdef, jax.tree.unflatten(treedef, params))
 
-        self._programs = ModelPrograms(merge, config.cache.page_size, LOGIT_BLOCK[self.platform])
+        self._programs = ModelPrograms(
+            merge, config.cache.page_size, LOGIT_BLOCK[self.platform], vocab_size
+        )
         self._executables: dict[tuple[str, int], Compiled] = {}
         self._buffers: dict[tuple[str, int], StepBuffer] = {}
         self._state: DeviceState

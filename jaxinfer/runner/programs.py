@@ -61,11 +61,13 @@ class ModelPrograms:
       merge: rebuilds the model from its leaves, inside a trace.
       page_size: tokens per KV page.
       logit_block: rows the head is computed for at once in a ragged step.
+      vocab_size: ids that can be sampled; the model's padding rows above it are cut off.
     """
 
     merge: Callable[[Params], Any]
     page_size: int
     logit_block: int
+    vocab_size: int
 
     def decode(
         self, layout: StepLayout, params: Params, state: DeviceState, packed: Int32[Array, " size"]
@@ -129,7 +131,7 @@ class ModelPrograms:
         hidden, kv = model(state.rows.last_token[rows], positions, state.kv, metadata)
         no_target = jnp.full(rows.shape, -1, jnp.int32)
         sampled = sample(
-            model.logits(hidden),
+            model.logits(hidden)[:, : self.vocab_size],
             state.rows,
             rows,
             positions + 1,
@@ -203,7 +205,7 @@ class ModelPrograms:
             def cut(x: Int32[Array, " Q"]) -> Int32[Array, " block"]:
                 return lax.dynamic_slice_in_dim(x, start, block)
 
-            raw = model.logits(hidden[cut(fields["logit_index"])])
+            raw = model.logits(hidden[cut(fields["logit_index"])])[:, : self.vocab_size]
             return sample(
                 raw,
                 state,
@@ -262,8 +264,7 @@ def _after_sampling(
     dies = is_stop & (length >= state.integers[rows, columns.MIN_LENGTH])
 
     def counted(counts: Array) -> Array:
-        # Saturates at the largest even step int16 holds.
-        room = counts[rows, token] < 32766
+        room = counts[rows, token] < columns.MAX_OUTPUT_COUNT
         step = jnp.where(room & sampled, jnp.int16(2), jnp.int16(0))
         return counts.at[rows, token].add(step)
 

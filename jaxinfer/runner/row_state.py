@@ -22,6 +22,9 @@ from jaxinfer.sampling_params import (
 MAX_STOP_IDS = MAX_STOP_TOKEN_IDS + 4
 """Stop ids of the request and end-of-sequence ids of the model together."""
 
+MAX_OUTPUT_COUNT = 32766
+"""Twice the occurrences of a token in the output saturate here, so that int16 holds them."""
+
 Leaf = Any
 """A leaf of a pytree that also travels as numpy arrays, shapes, shardings and tracers."""
 
@@ -86,6 +89,7 @@ class RowReset:
     tokens: Leaf  # int32 [C]
     prompt_len: Leaf  # int32 []
     num_tokens: Leaf  # int32 []
+    last_token: Leaf  # int32 []
 
 
 def make_row_reset(
@@ -99,6 +103,8 @@ def make_row_reset(
 ) -> RowReset:
     """Returns the host arrays that rebuild `row` for a sequence of `token_ids`."""
     seed = (params.seed or 0) % 2**64
+    # Beyond the context "not yet" is the same at any length, and the sum would not fit an int32.
+    min_length = prompt_len + min(params.min_tokens, max_model_len)
     ids = np.full((MAX_STOP_IDS,), -1, np.int32)
     ids[: len(stop_ids)] = sorted(stop_ids)
     bias_ids = np.full((MAX_LOGIT_BIAS,), vocab_size, np.int32)
@@ -126,7 +132,7 @@ def make_row_reset(
                 params.top_k,
                 seed & 0xFFFFFFFF,
                 seed >> 32,
-                prompt_len + params.min_tokens,
+                min_length,
                 bool(params.logit_bias),
                 params.has_penalties,
             ],
@@ -138,6 +144,8 @@ def make_row_reset(
         tokens=tokens,
         prompt_len=np.int32(prompt_len),
         num_tokens=np.int32(len(token_ids)),
+        # A recompute may leave just this one for a decode step.
+        last_token=np.int32(token_ids[-1] if token_ids else 0),
     )
 
 
@@ -151,10 +159,10 @@ def reset_row(state: RowState, reset: RowReset) -> RowState:
         prompt = jnp.where(position < reset.prompt_len, reset.tokens, vocab_size)
         is_output = (position >= reset.prompt_len) & (position < reset.num_tokens)
         output = jnp.where(is_output, reset.tokens, vocab_size)
-        fresh = jnp.zeros((vocab_size,), jnp.int16)
-        fresh = fresh.at[prompt].set(jnp.int16(1), mode="drop")
-        fresh = fresh.at[output].add(jnp.int16(2), mode="drop")
-        return counts.at[row].set(fresh)
+        fresh = jnp.zeros((vocab_size,), jnp.int32)
+        fresh = jnp.minimum(fresh.at[output].add(2, mode="drop"), MAX_OUTPUT_COUNT)
+        fresh += jnp.zeros_like(fresh).at[prompt].set(1, mode="drop")
+        return counts.at[row].set(fresh.astype(jnp.int16))
 
     has_penalties = reset.integers[HAS_PENALTIES] != 0
     return RowState(
@@ -164,6 +172,6 @@ def reset_row(state: RowState, reset: RowReset) -> RowState:
         bias_ids=state.bias_ids.at[row].set(reset.bias_ids),
         bias_values=state.bias_values.at[row].set(reset.bias_values),
         counts=jax.lax.cond(has_penalties, counted, lambda counts: counts, state.counts),
-        last_token=state.last_token.at[row].set(0),
+        last_token=state.last_token.at[row].set(reset.last_token),
         alive=state.alive.at[row].set(True),
     )

@@ -119,6 +119,7 @@ def _explain(config: ServerConfig, error: OSError) -> str:
 
 def _report(error: BaseException) -> None:
     """Prints why the engine did not start; faults of ours come with a traceback."""
+    _log.debug("the engine did not start", exc_info=error)
     if not isinstance(error, ValueError | OSError):
         traceback.print_exception(error)
     print(f"jaxinfer serve: {error}", file=sys.stderr)

@@ -96,10 +96,9 @@ def test_e1_batched_or_alone(make_engine, run, requests, model_type):
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_e1_preempted_or_not(make_engine, run, requests, depth):
-    engine = make_engine(num_pages=24, pipeline_depth=depth, max_model_len=96)
-    before = engine.stats().num_preemptions
+    engine = make_engine(num_pages=24, pipeline_depth=depth)
     outputs = run(engine, requests)
-    assert engine.stats().num_preemptions > before, "the pool was meant to be too small"
+    assert engine.stats().num_preemptions > 0, "the pool was meant to be too small"
     assert_e1(outputs, run(make_engine(), requests))
 
 
@@ -115,15 +114,17 @@ def test_e1_tensor_parallel(make_engine, run, requests, model_type):
 
 
 def test_prompt_scores_do_not_depend_on_chunks_or_preemption(make_engine, run, prompt):
-    params = {"temperature": 0.0, "max_tokens": 6, "prompt_logprobs": 2, "ignore_eos": True}
-    requests = [(prompt(length, length), params) for length in (1, 2, 30, 50, 41)]
-    plain = run(make_engine(max_num_batched_tokens=64), requests)
-    small = run(make_engine(max_num_batched_tokens=5, num_pages=24, max_model_len=96), requests)
+    params = {"temperature": 0.0, "max_tokens": 12, "prompt_logprobs": 2, "ignore_eos": True}
+    requests = [(prompt(length, length), params) for length in (1, 2, 50, 30, 50, 41)]
+    plain = run(make_engine(), requests)
+    engine = make_engine(max_num_batched_tokens=6, num_pages=16)
+    small = run(engine, requests)
+    assert engine.stats().num_preemptions > 0, "the pool was meant to be too small"
     for output, expected in zip(small, plain, strict=True):
         length = len(expected.prompt_token_ids)
-        scores = output.prompt_logprobs or [None]
+        scores = output.prompt_logprobs
         assert len(scores) == length
         assert scores[0] is None
-        for mine, theirs in zip(scores[1:], (expected.prompt_logprobs or [None])[1:], strict=True):
+        for mine, theirs in zip(scores[1:], expected.prompt_logprobs[1:], strict=True):
             assert mine.token_id == theirs.token_id
             assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-4)

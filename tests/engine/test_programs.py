@@ -1,0 +1,93 @@
+"""What XLA made of the step programs: state updated in place, no cache copied, few temporaries."""
+
+import functools
+import re
+
+import jax
+import pytest
+from engine.builders import EOS, compiled_runner, tiny_model
+
+from jaxinfer.config import EngineConfig
+from jaxinfer.startup import assemble_engine
+from jaxinfer.testing import byte_tokenizer
+
+SMOLLM2_WIDTH = {
+    "hidden_size": 576,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "head_dim": 64,
+    "intermediate_size": 1536,
+    "vocab_size": 49152,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "tie_word_embeddings": True,
+}
+
+
+@functools.cache
+def wide_runner():
+    model, groups = tiny_model(**SMOLLM2_WIDTH)
+    config = EngineConfig(
+        exact=True, max_num_seqs=2, max_num_batched_tokens=16, page_size=16, num_pages=120
+    )
+    return assemble_engine(config, model, groups, byte_tokenizer(), frozenset({EOS})).runner
+
+
+RUNNERS = {
+    "llama": compiled_runner,
+    "gemma3_text": functools.partial(compiled_runner, "gemma3_text"),
+    "SmolLM2's width": wide_runner,
+}
+
+
+@pytest.fixture(params=RUNNERS)
+def runner(request):
+    return RUNNERS[request.param]()
+
+
+def programs(runner):
+    return [(name, rung, runner.hlo(name, rung)) for name, rung in runner._executables]
+
+
+def test_no_program_copies_a_cache(runner):
+    config = runner.config
+    shape = ",".join(map(str, config.cache.shape(config.num_pages)))
+    copy = re.compile(rf"= \w+\[{shape}\]\S* copy")
+    seen = 0
+    for name, rung, hlo in programs(runner):
+        assert f"[{shape}]" in hlo, "the cache's shape is not in the program: the test is blind"
+        assert not copy.findall(hlo), f"{name}[{rung}] copies a cache array"
+        seen += 1
+    assert seen == runner.num_programs - 1
+
+
+def test_temporaries_are_small(runner):
+    analysis = runner.memory_analysis()
+    assert len(analysis) == runner.num_programs - 1
+    for name, num_bytes in analysis.items():
+        assert num_bytes < 64 * 2**20, f"{name} needs {num_bytes / 2**20:.0f} MiB"
+
+
+def test_all_state_is_updated_in_place(runner):
+    state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(runner._state))
+    num_leaves = len(jax.tree.leaves(runner._state))
+    for (name, rung), executable in runner._executables.items():
+        assert executable.memory_analysis().alias_size_in_bytes >= state_bytes, (name, rung)
+        header = executable.as_text().splitlines()[0]
+        assert header.count("may-alias") + header.count("must-alias") == num_leaves, (name, rung)
+    before = [leaf.unsafe_buffer_pointer() for leaf in runner._state.kv]
+    counts = runner._state.rows.counts.unsafe_buffer_pointer()
+    runner.warm_up()
+    assert [leaf.unsafe_buffer_pointer() for leaf in runner._state.kv] == before
+    assert runner._state.rows.counts.unsafe_buffer_pointer() == counts
+
+
+def test_no_full_vocabulary_leaves_the_device(runner):
+    """A step returns O(rows × top) numbers, whatever the vocabulary is."""
+    vocab_size = runner.vocab_size
+    for (name, rung), executable in runner._executables.items():
+        output = executable.out_info[0]
+        for leaf in jax.tree.leaves(output):
+            assert vocab_size not in leaf.shape, (name, rung)
+        rows = max(rung * (5 if name == "decode_k" else 1), 8)
+        assert sum(leaf.size for leaf in jax.tree.leaves(output)) <= rows * (2 * 20 + 4)

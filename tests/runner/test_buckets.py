@@ -1,0 +1,54 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxinfer.runner.buckets import MAX_CPU_PROGRAMS, MAX_PROGRAMS, make_ladders
+
+limits = st.one_of(st.integers(1, 40), st.integers(1, 1 << 17))
+
+
+@given(
+    platform=st.sampled_from(["cpu", "gpu", "tpu"]), seqs=limits, extra=limits, bulk=st.booleans()
+)
+def test_ladders(platform, seqs, extra, bulk):
+    budget = seqs - 1 + extra
+    ladders = make_ladders(platform, seqs, budget, bulk)
+    first = 2 if platform == "cpu" else 1
+    for ladder, limit, smallest in [(ladders.decode, seqs, first), (ladders.tokens, budget, 16)]:
+        assert list(ladder) == sorted(set(ladder)), "ascending"
+        assert ladder[-1] == max(limit, smallest), "the top rung is the limit"
+        assert ladder[0] == (smallest if limit > smallest else ladder[-1])
+    programs = len(ladders.decode) * (2 if bulk else 1) + len(ladders.tokens) + 1
+    assert programs <= (MAX_CPU_PROGRAMS if platform == "cpu" else MAX_PROGRAMS)
+
+
+@given(platform=st.sampled_from(["cpu", "gpu"]), limit=st.integers(1, 600), data=st.data())
+def test_every_size_has_the_smallest_rung_that_holds_it(platform, limit, data):
+    ladders = make_ladders(platform, limit, limit, False)
+    size = data.draw(st.integers(1, limit))
+    for ladder, rung in [
+        (ladders.decode, ladders.decode_rung(size)),
+        (ladders.tokens, ladders.token_rung(size)),
+    ]:
+        assert rung in ladder
+        assert rung >= size
+        assert all(other < size for other in ladder if other < rung)
+
+
+def test_one_sequence_and_one_token():
+    assert make_ladders("cpu", 1, 1, False) == make_ladders("cpu", 1, 1, True)
+    assert make_ladders("cpu", 1, 1, False).decode == (2,), "XLA:CPU is slow at one row"
+    assert make_ladders("gpu", 1, 1, False).decode == (1,)
+    assert make_ladders("gpu", 1, 1, False).tokens == (16,)
+
+
+def test_the_usual_ladders():
+    assert make_ladders("cpu", 32, 512, False).decode == (2, 8, 32)
+    assert make_ladders("cpu", 32, 512, False).tokens == (16, 64, 256, 512)
+    assert make_ladders("gpu", 32, 4096, False).decode == (1, 2, 4, 8, 16, 32)
+    assert make_ladders("gpu", 32, 4096, False).tokens == (16, 64, 256, 1024, 4096)
+
+
+def test_a_step_above_the_limit_is_refused():
+    with pytest.raises(ValueError, match="a step of 9 is above the top rung 8"):
+        make_ladders("cpu", 8, 16, False).decode_rung(9)

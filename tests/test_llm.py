@@ -1,0 +1,350 @@
+"""The offline API on a tiny engine: what goes in, what comes out, what an interrupt leaves."""
+
+import asyncio
+import gc
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from pathlib import Path
+
+import pytest
+from tiny_engine import CONTEXT, build, empty, shared
+
+import jaxinfer
+from jaxinfer import llm as llm_module
+from jaxinfer.async_engine import AsyncEngine, EngineDeadError
+from jaxinfer.llm import DEFAULT_MAX_TOKENS, LLM
+from jaxinfer.sampling_params import InvalidParameter, SamplingParams
+
+GREEDY = {"temperature": 0.0, "ignore_eos": True}
+
+
+@pytest.fixture
+def llm():
+    loaded = shared()
+    with LLM.from_engine(AsyncEngine.from_loaded(loaded)) as llm:
+        yield llm
+    empty(loaded.engine)
+
+
+def ids_of(outputs):
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def test_one_text(llm):
+    [output] = llm.generate("ab", max_tokens=5, **GREEDY)
+    assert (output.prompt, output.prompt_token_ids) == ("ab", [97, 98])
+    [completion] = output.outputs
+    assert (len(completion.token_ids), completion.finish_reason) == (5, "length")
+    assert completion.text == llm.tokenizer.decode(completion.token_ids)
+
+
+@pytest.mark.parametrize("ids", [[97, 98], (97, 98), range(97, 99)])
+def test_ids_of_any_kind_are_one_prompt(llm, ids):
+    [output] = llm.generate(ids, max_tokens=5, **GREEDY)
+    assert (output.prompt, output.prompt_token_ids) == (None, [97, 98])
+    assert ids_of([output]) == ids_of(llm.generate("ab", max_tokens=5, **GREEDY))
+
+
+def test_texts_and_ids_mixed_keep_their_order(llm):
+    prompts = ["ab", [1, 2, 3], "xyz", (97, 98)]
+    outputs = llm.generate(iter(prompts), max_tokens=4, **GREEDY)
+    assert [output.prompt for output in outputs] == ["ab", None, "xyz", None]
+    assert ids_of(outputs)[0] == ids_of(outputs)[3]
+    alone = [llm.generate(prompt, max_tokens=4, **GREEDY)[0] for prompt in prompts]
+    assert ids_of(outputs) == ids_of(alone)
+
+
+def test_more_prompts_than_run_at_once(llm):
+    outputs = llm.generate([[i] for i in range(9)], max_tokens=3, **GREEDY)
+    assert [output.prompt_token_ids for output in outputs] == [[i] for i in range(9)]
+    assert all(output.finished for output in outputs)
+
+
+def test_no_prompts(llm):
+    assert llm.generate([]) == []
+    assert llm.chat([]) == []
+
+
+def test_params_for_all_one_per_prompt_and_overrides(llm):
+    params = SamplingParams(max_tokens=2, **GREEDY)
+    assert [len(ids) for ids in ids_of(llm.generate(["a", "b"], params))] == [2, 2]
+    several = [params, SamplingParams(max_tokens=3, n=2, **GREEDY)]
+    outputs = llm.generate(["a", "b"], several)
+    assert [[len(c.token_ids) for c in output.outputs] for output in outputs] == [[2], [3, 3]]
+    outputs = llm.generate(["a", "b"], several, max_tokens=1)
+    assert [[len(c.token_ids) for c in output.outputs] for output in outputs] == [[1], [1, 1]]
+    with pytest.raises(ValueError, match="2 SamplingParams were given for 1 prompts"):
+        llm.generate(["a"], several)
+
+
+def test_checkpoint_defaults_hold_where_nothing_is_said(llm):
+    llm.engine.default_params["temperature"] = 0.0
+    try:
+        [settings] = llm._settings(None, {}, 1)
+        assert (settings.temperature, settings.max_tokens) == (0.0, DEFAULT_MAX_TOKENS)
+        [settings] = llm._settings(None, {"temperature": 1.0, "max_tokens": 1}, 1)
+        assert (settings.temperature, settings.max_tokens) == (1.0, 1)
+        assert llm._settings(SamplingParams(), {}, 1) == [SamplingParams()]
+    finally:
+        llm.engine.default_params.clear()
+
+
+def test_unknown_options_are_named_with_the_nearest(llm):
+    with pytest.raises(ValueError, match=r"'max_token' is no field .* nearest is 'max_tokens'"):
+        llm.generate("a", max_token=3)
+    with pytest.raises(ValueError, match=r"'max_seqs' is no field of EngineConfig"):
+        LLM("nosuch", max_seqs=3)
+    with pytest.raises(ValueError, match=r"'max_token' is no field of SamplingParams and Engine"):
+        jaxinfer.generate("a", max_token=3)
+
+
+def test_what_does_not_fit_is_refused_before_anything_runs(llm):
+    steps = llm.engine.stats().steps
+    for prompts in (["a", [999]], ["a", ""], ["a", "x" * CONTEXT]):
+        with pytest.raises(InvalidParameter):
+            llm.generate(prompts, max_tokens=2)
+    with pytest.raises(InvalidParameter, match="temperature"):
+        llm.generate("a", temperature=-1.0)
+    assert llm.engine.stats().steps == steps
+
+
+def test_score_is_the_prompts_log_probabilities(llm):
+    prompts = ["abc", [5, 6]]
+    scores = llm.score(prompts, top=2)
+    outputs = llm.generate(prompts, max_tokens=1, prompt_logprobs=2, **GREEDY)
+    assert scores == [output.prompt_logprobs for output in outputs]
+    for ids, row in zip(([97, 98, 99], [5, 6]), scores, strict=True):
+        assert row[0] is None
+        assert [token.token_id for token in row[1:]] == ids[1:]
+        assert all(token.logprob < 0 and len(token.top) == 2 for token in row[1:])
+    assert llm.score([7]) == [[None]]
+
+
+def test_stream_is_generate(llm):
+    deltas = list(llm.stream("ab", max_tokens=6, **GREEDY))
+    [output] = llm.generate("ab", max_tokens=6, **GREEDY)
+    assert "".join(delta.text for delta in deltas) == output.outputs[0].text
+    assert [id_ for delta in deltas for id_ in delta.token_ids] == output.outputs[0].token_ids
+    assert deltas[-1].finish_reason == "length"
+
+
+def test_leaving_a_stream_aborts(llm):
+    stream = llm.stream("ab", max_tokens=100, **GREEDY)
+    next(stream)
+    stream.close()
+    assert len(ids_of(llm.generate("a", max_tokens=2, **GREEDY))[0]) == 2
+    until_idle(llm)
+
+
+def until_idle(llm):
+    """Waits for aborts to be carried out, then checks that nothing was kept."""
+    list(llm.stream("a", max_tokens=1))
+    stats = llm.engine.stats()
+    assert (stats.num_running, stats.num_waiting) == (0, 0)
+    assert stats.num_free_pages == stats.num_pages
+
+
+def test_chat(llm):
+    user = {"role": "user", "content": "hi"}
+    [output] = llm.chat([user], max_tokens=2, **GREEDY)
+    assert output.prompt_token_ids == list(b"[hi]")
+    outputs = llm.chat([[user], [user, user]], max_tokens=2, template={"suffix": "!"}, **GREEDY)
+    prompts = [output.prompt_token_ids for output in outputs]
+    assert prompts == [list(b"[hi]!"), list(b"[hi][hi]!")]
+
+
+def test_the_bar_counts_completions_and_tokens(llm, capsys):
+    llm.generate(["a", "b"], max_tokens=3, n=2, **GREEDY)
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    last = shown.err.rsplit("\r", 1)[-1]
+    assert last.startswith("Generating: 100%")
+    assert "4/4" in last
+    assert "tok/s" in last
+    assert not shown.err.endswith(" 0.0 tok/s]\n")
+
+
+def test_scoring_has_a_bar_of_its_own(llm, capsys):
+    llm.score(["abc", "abcd"])
+    shown = capsys.readouterr().err
+    assert "Scoring: 100%" in shown
+    assert "Generating" not in shown
+    assert ", 0.0 tok/s" not in shown.rsplit("\r", 1)[-1]
+
+
+def test_no_bar(llm, capsys):
+    llm.generate("a", max_tokens=1, progress=False)
+    llm.score("ab", progress=False)
+    assert capsys.readouterr().err == ""
+
+
+async def test_inside_a_running_event_loop(llm):
+    assert asyncio.get_running_loop()
+    assert len(ids_of(llm.generate("a", max_tokens=3, **GREEDY))[0]) == 3
+    assert list(llm.stream("a", max_tokens=1))
+
+
+def test_two_threads_at_once(llm):
+    prompts = [[1, 2], [3, 4, 5], [6]]
+    expected = ids_of(llm.generate(prompts, max_tokens=20, **GREEDY))
+    results = {}
+
+    def work(number):
+        results[number] = ids_of(llm.generate(prompts, max_tokens=20, progress=False, **GREEDY))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert results == {0: expected, 1: expected}
+
+
+def test_an_interrupt_aborts_the_batch_and_leaves_the_engine_usable(llm, monkeypatch):
+    main = threading.get_ident()
+    step = shared().engine.step
+    interrupted = []
+
+    def step_and_interrupt():
+        # In the middle: some tokens have come, none has its last.
+        if llm.engine.stats().generation_tokens - before > 20 and not interrupted:
+            interrupted.append(True)
+            signal.pthread_kill(main, signal.SIGINT)
+        return step()
+
+    expected = llm.generate("a", max_tokens=8, **GREEDY)
+    before = llm.engine.stats().generation_tokens
+    aborted = llm.engine.stats().finished.get("abort", 0)
+    monkeypatch.setattr(shared().engine, "step", step_and_interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["a", "b", "c", "d", "e", "f"], max_tokens=100, **GREEDY)
+    until_idle(llm)
+    assert llm.engine.stats().finished["abort"] == aborted + 6
+    assert llm.engine.stats().generation_tokens - before < 400
+    assert ids_of(llm.generate("a", max_tokens=8, **GREEDY)) == ids_of(expected)
+
+
+def test_one_failing_completion_does_not_take_the_others_with_it(llm, monkeypatch):
+    runner = shared().engine.runner
+    collect = runner.collect
+
+    def collect_with_a_fault(pending, num_logprobs):
+        results = collect(pending, num_logprobs)
+        for number, row in enumerate(pending.plan.rows):
+            if row.sequence.prompt_len == 2:
+                results[number] = type(results[number])([], None, [], finite=False)
+        return results
+
+    monkeypatch.setattr(runner, "collect", collect_with_a_fault)
+    broken, whole = llm.generate(["ab", "a"], max_tokens=3, **GREEDY)
+    assert broken.outputs[0].finish_reason == "error"
+    assert "not finite" in broken.outputs[0].error
+    assert len(whole.outputs[0].token_ids) == 3
+    assert llm.engine.state == "ready"
+
+
+def test_a_closed_model_says_so():
+    loaded = shared()
+    with LLM.from_engine(AsyncEngine.from_loaded(loaded)) as llm:
+        assert llm.generate("a", max_tokens=1)
+    with pytest.raises(EngineDeadError, match="not loaded"):
+        llm.generate("a")
+    llm.close()
+
+
+class TestModuleFunctions:
+    @pytest.fixture
+    def loads(self, monkeypatch):
+        """The options of every load; what is loaded is the tiny engine."""
+        loads = []
+
+        def load(self):
+            loads.append(self.config)
+            self._start(shared())
+
+        monkeypatch.setattr(AsyncEngine, "load", load)
+        yield loads
+        jaxinfer.unload()
+        empty(shared().engine)
+
+    def test_one_model_per_options(self, loads):
+        for _ in range(2):
+            [output] = jaxinfer.generate("a", max_tokens=2, max_num_seqs=3, progress=False)
+            assert len(output.outputs[0].token_ids) <= 2
+        assert [config.max_num_seqs for config in loads] == [3]
+        jaxinfer.generate("a", max_tokens=1)
+        jaxinfer.generate("a", "some/model", max_tokens=1)
+        assert [config.model for config in loads] == [None, None, "some/model"]
+        assert len(llm_module._models) == 3
+        jaxinfer.unload()
+        assert not llm_module._models
+        jaxinfer.generate("a", max_tokens=1)
+        assert len(loads) == 4
+
+    def test_threads_load_a_model_once(self, loads):
+        threads = [
+            threading.Thread(target=jaxinfer.generate, args=("a",), kwargs={"max_tokens": 1})
+            for _ in range(4)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        assert len(loads) == 1
+
+
+@pytest.mark.slow
+def test_closing_frees_weights_and_pool():
+    llm = LLM.from_engine(AsyncEngine.from_loaded(build()))
+    llm.generate("a", max_tokens=2)
+    kept = [weakref.ref(llm.engine.loaded.engine), weakref.ref(llm.engine.loaded.engine.runner)]
+    kv = weakref.ref(llm.engine.loaded.engine.runner._state.kv[0])
+    llm.close()
+    gc.collect()
+    assert [reference() for reference in (*kept, kv)] == [None, None, None]
+
+
+@pytest.mark.slow
+@pytest.mark.real_model
+def test_ctrl_c_in_a_script_on_the_real_model(smollm2_path):
+    """A timer's interrupt, as from a keyboard; the model answers after it as before."""
+    script = f"""
+import _thread, sys, threading, time
+import numpy as np
+import jaxinfer
+llm = jaxinfer.LLM({str(smollm2_path)!r}, max_num_seqs=4, max_model_len=512,
+                   max_num_batched_tokens=64)
+ask = lambda: llm.generate("The capital of France is", max_tokens=4, temperature=0)[0]
+first = ask().outputs[0].text
+ids = np.array(llm.tokenizer.encode("The capital of France is"))
+[by_ids] = llm.generate(ids, max_tokens=4, temperature=0)
+assert by_ids.outputs[0].text == first
+assert by_ids.prompt_token_ids == ids.tolist()
+timer = threading.Timer(0.5, _thread.interrupt_main)
+timer.start()
+began = time.monotonic()
+try:
+    llm.generate(["Once upon a time"] * 4, max_tokens=500, ignore_eos=True)
+    sys.exit("not interrupted")
+except KeyboardInterrupt:
+    took = time.monotonic() - began
+assert took < 5, took
+assert ask().outputs[0].text == first
+stats = llm.engine.stats()
+assert stats.finished["abort"] == 4, stats
+assert stats.num_free_pages == stats.num_pages, stats
+print(first)
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "Paris" in result.stdout

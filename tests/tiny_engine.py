@@ -1,0 +1,76 @@
+"""A real engine around a tiny random model, compiled once, for tests of what stands above it."""
+
+import functools
+
+import numpy as np
+
+from jaxinfer.config import EngineConfig
+from jaxinfer.models import load_model_module
+from jaxinfer.nn.context import ModelContext
+from jaxinfer.runner.loader import init_random, make_abstract_model
+from jaxinfer.startup import LoadedEngine, assemble_engine, make_mesh
+from jaxinfer.testing import byte_tokenizer
+from jaxinfer.text import ChatTemplate
+
+VOCAB_SIZE = 258
+EOS = 257
+CONTEXT = 128
+MAX_NUM_SEQS = 4
+MAX_OPEN = 10
+TEMPLATE = "{% for m in messages %}[{{ m.content }}]{% endfor %}{{ suffix | default('') }}"
+
+
+@functools.cache
+def tiny_model(model_type="llama"):
+    """A filled float32 model with the byte vocabulary, and its KV groups."""
+    module = load_model_module(model_type)
+    config = module.Config.from_hf(
+        module.TINY_HF_CONFIG | {"vocab_size": VOCAB_SIZE, "max_position_embeddings": CONTEXT}
+    )
+    context = ModelContext(
+        mesh=make_mesh(1),
+        platform="cpu",
+        dtype=np.dtype("float32"),
+        weight_dtype=np.dtype("float32"),
+        precision="highest",
+    )
+    model = make_abstract_model(module, config, context)
+    init_random(model, 0)
+    return model, module.kv_groups(config)
+
+
+def build():
+    """A LoadedEngine of its own; takes a second or two."""
+    model, groups = tiny_model()
+    config = EngineConfig(
+        exact=True,
+        max_num_seqs=MAX_NUM_SEQS,
+        max_num_batched_tokens=32,
+        page_size=4,
+        num_pages=MAX_NUM_SEQS * CONTEXT // 4,
+        max_queued_requests=MAX_OPEN,
+    )
+    tokenizer = byte_tokenizer(TEMPLATE)
+    return LoadedEngine(
+        engine=assemble_engine(config, model, groups, tokenizer, frozenset({EOS})),
+        model_name="tiny",
+        tokenizer=tokenizer,
+        chat_template=ChatTemplate.from_tokenizer(tokenizer),
+        default_params={},
+        device_kind="cpu",
+    )
+
+
+shared = functools.cache(build)
+
+
+def empty(engine):
+    """Brings a shared engine back to nothing running, and checks that nothing is lost."""
+    for request_id in list(engine._sequences):
+        engine.abort(request_id)
+    while engine.has_work:
+        engine.step()
+    engine.scheduler.check_integrity()
+    stats = engine.stats()
+    assert stats.num_free_pages == stats.num_pages
+    assert stats.num_running == stats.num_waiting == 0
