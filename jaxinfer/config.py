@@ -83,10 +83,10 @@ class EngineConfig:
     )
     max_num_seqs: int = _flag(32, "sequences that run at once", aliases=("--max-batch-size",))
     max_num_batched_tokens: int | None = _flag(
-        None, "token budget of one step (default: 4096, on CPU 512)"
+        None, "token budget of one step (default: 4096, on CPU 256)"
     )
     max_prefill_chunk_tokens: int | None = _flag(
-        None, "prompt tokens in a step that also decodes (default: what fits half the budget)"
+        None, "prompt tokens in a step that also decodes (default: 512, within the budget)"
     )
     max_decode_steps_before_prefill: int = _flag(
         8, "decode-only steps allowed while a request that fits is waiting"

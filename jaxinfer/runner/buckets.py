@@ -36,14 +36,16 @@ def make_ladders(
     """Returns the ladders of a platform.
 
     CPU steps start at two rows (XLA:CPU computes one row 10-50 times slower than two) and widen
-    faster, because each loaded program costs about 50 MB there.
+    faster, and ragged steps start at 64 tokens, because each program costs about 50 MB and a second
+    of every start there.
     """
     if platform == "cpu":
         # decode and decode_k share the decode rungs; one program more resets rows.
         share = 2 if bulk_decode else 1
         decode = _geometric(2, 4, max_num_seqs, limit=max(2, 3 // share))
         limit = max(2, MAX_CPU_PROGRAMS - 1 - share * len(decode))
-        return Ladders(decode, _geometric(16, 4, max_num_batched_tokens, limit))
+        first = max(2, min(64, max_num_batched_tokens))
+        return Ladders(decode, _geometric(first, 4, max_num_batched_tokens, limit))
     decode = _geometric(1, 2, max_num_seqs, limit=10 if not bulk_decode else 7)
     share = 2 if bulk_decode else 1
     limit = MAX_PROGRAMS - 1 - share * len(decode)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -13,7 +14,7 @@ import jax
 import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
-from jax.stages import Compiled
+from jax.stages import Compiled, Lowered
 
 from jaxinfer.outputs import TokenLogprob
 from jaxinfer.runner.buckets import Ladders, make_ladders
@@ -125,11 +126,18 @@ class ModelRunner:
         self._executables: dict[tuple[str, int], Compiled] = {}
         self._buffers: dict[tuple[str, int], StepBuffer] = {}
         self._state: DeviceState
+        self._state_lock = threading.Lock()  # programs are first run by several threads
 
     # Start-up.
 
-    def compile(self, progress: Callable[[Iterable[Any]], Iterable[Any]] = iter) -> None:
-        """Compiles every program; nothing is compiled after this."""
+    def compile(
+        self, progress: Callable[[Iterable[Any]], Iterable[Any]] = iter, *, run: bool = False
+    ) -> None:
+        """Compiles every program; nothing is compiled after this.
+
+        `run` also runs each once on no rows, so that the first request finds it loaded: the
+        device state must exist.
+        """
         state = self._abstract_state()
         params = jax.tree.map(_abstract, self._params)
         reset = jax.tree.map(
@@ -141,20 +149,37 @@ class ModelRunner:
             .lower(state.rows, reset)
             .compile()
         )
-        # Tracing holds the interpreter, compiling does not: one overlaps the other.
+        # Tracing holds the interpreter, compiling and running do not: they overlap.
         with ThreadPoolExecutor(_COMPILE_THREADS) as pool:
-            compiled = {}
-            for kind, rung, layout, body in self._program_table():
+            built = []
+            # The longest first, so that nothing long is left for the end.
+            for kind, rung, layout, body in reversed(self._program_table()):
                 packed = jax.ShapeDtypeStruct((layout.size,), np.int32, sharding=self._replicated)
                 lowered = jax.jit(
                     body, donate_argnums=1, out_shardings=(None, self._state_shardings)
                 ).lower(params, state, packed)
-                compiled[kind, rung] = pool.submit(lowered.compile)
                 self._buffers[kind, rung] = StepBuffer(
                     layout, self.config.max_num_seqs, state.page_table.shape
                 )
-            for key in progress(list(compiled)):
-                self._executables[key] = compiled[key].result()
+                built.append(pool.submit(self._build, (kind, rung), lowered, run))
+            for program in progress(built):
+                program.result()
+        if run:
+            self.reset(0, SamplingParams(), frozenset(), [], 0)
+            jax.block_until_ready(self._state)
+
+    def _build(self, key: tuple[str, int], lowered: Lowered, run: bool) -> None:
+        self._executables[key] = lowered.compile()
+        if run:
+            self.run_empty(*key)
+
+    def run_empty(self, kind: str, rung: int) -> None:
+        """Runs a program on no rows, which changes nothing."""
+        packed = self._buffers[kind, rung].fill_empty()
+        with self._state_lock:
+            _, self._state = self._executables[kind, rung](
+                self._params, self._state, jax.device_put(packed, self._replicated)
+            )
 
     def reset_device(self) -> None:
         """Gives the device a fresh KV pool and row state; every row must be reset afterwards."""
@@ -174,16 +199,6 @@ class ModelRunner:
                 np.zeros(abstract.page_table.shape, np.int32), self._replicated
             ),
         )
-
-    def warm_up(self) -> None:
-        """Runs every program once on no rows, so that the first request finds it loaded."""
-        for (kind, rung), executable in self._executables.items():
-            packed = self._buffers[kind, rung].fill_empty()
-            _, self._state = executable(
-                self._params, self._state, jax.device_put(packed, self._replicated)
-            )
-        self.reset(0, SamplingParams(), frozenset(), [], 0)
-        jax.block_until_ready(self._state)
 
     @property
     def num_programs(self) -> int:

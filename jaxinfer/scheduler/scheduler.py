@@ -49,6 +49,11 @@ class SchedulerLimits:
         bound = self.max_decode_steps_before_prefill // (self.pipeline_depth + 1)
         return max(1, min(self.decode_steps, bound))
 
+    @property
+    def most_tokens_of_a_row(self) -> int:
+        """Tokens of one sequence that one dispatch may compute."""
+        return max(self.max_num_batched_tokens, self.bulk_steps)
+
 
 @dataclass(slots=True)
 class SequenceUpdate:
@@ -91,7 +96,7 @@ class Scheduler:
 
     def fits(self, num_tokens: int) -> bool:
         """Whether a sequence of `num_tokens` tokens fits the pool when it is alone."""
-        return self.tables.fits_empty(num_tokens, self.limits.max_num_batched_tokens)
+        return self.tables.fits_empty(num_tokens, self.limits.most_tokens_of_a_row)
 
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence.
@@ -222,9 +227,9 @@ class Scheduler:
     def _admit(self, plan: StepPlan, budget: _Budget) -> None:
         while self.waiting and self._free_rows and budget.chunk(1) > 0:
             sequence = self.waiting[0]
-            fits = self.tables.fits_now(
-                len(sequence.token_ids) + 1, self.limits.max_num_batched_tokens
-            )
+            # What it has, and the token it would sample next.
+            num_tokens = len(sequence.token_ids) + (sequence.num_remaining > 0)
+            fits = self.tables.fits_now(num_tokens, self.limits.most_tokens_of_a_row)
             # Strictly first come, first served: a smaller request never overtakes.
             if not fits or sequence.num_in_flight:
                 return

@@ -32,7 +32,7 @@ MAX_DECODE_STEPS = 5
 
 
 def tiny_model(model_type="llama", tensor_parallel=1, **changes):
-    """A filled model of the family's tiny configuration with the byte vocabulary, and its groups."""
+    """A family's tiny model with the byte vocabulary and random weights, and its KV groups."""
     return _tiny_model(model_type, tensor_parallel, tuple(changes.items()))
 
 

@@ -115,7 +115,7 @@ def test_e1_tensor_parallel(make_engine, run, requests, model_type):
 
 def test_prompt_scores_do_not_depend_on_chunks_or_preemption(make_engine, run, prompt):
     params = {"temperature": 0.0, "max_tokens": 12, "prompt_logprobs": 2, "ignore_eos": True}
-    requests = [(prompt(length, length), params) for length in (1, 2, 50, 30, 50, 41)]
+    requests = [(prompt(length, length), params) for length in (30, 30, 1, 2, 50, 41)]
     plain = run(make_engine(), requests)
     engine = make_engine(max_num_batched_tokens=6, num_pages=16)
     small = run(engine, requests)

@@ -50,6 +50,8 @@ def test_no_request_compiles_anything(make_engine, run, depth):
     _events.clear()
     for size in (1, 1, 2, 3, 4, 5, 12, 50):
         run(engine, [random_request(rng) for _ in range(size)])
+    growing = {"max_tokens": 60, "repetition_penalty": 1.1, "logprobs": 1, "ignore_eos": True}
+    run(engine, [(rng.integers(0, 256, 40).tolist(), growing) for _ in range(4)])
     assert _events == []
     assert engine.stats().num_compilations_after_warmup == 0
     assert engine.runner.num_programs == executables

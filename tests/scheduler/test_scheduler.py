@@ -27,7 +27,7 @@ def run_all(device, arrivals, max_steps=5000):
     raise AssertionError("the load was never finished: something starved")
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(data=st.data())
 def test_random_loads_finish_whole_and_leave_nothing(
     make_scheduler, make_sequence, pretend_device, data
@@ -45,7 +45,7 @@ def test_random_loads_finish_whole_and_leave_nothing(
         max_prefill_chunk_tokens=draw(st.integers(1, budget), "chunk"),
         decode_steps=draw(st.integers(1, 5), "decode_steps"),
         pipeline_depth=draw(st.integers(0, 1), "depth"),
-        num_pages=2 + 40 // page_size + draw(st.integers(0, 60 // page_size), "spare pages"),
+        num_pages=draw(st.integers(2, 2 + 100 // page_size), "num_pages"),
     )
     arrivals = []
     for index in range(draw(st.integers(1, 12), "sequences")):
@@ -57,7 +57,8 @@ def test_random_loads_finish_whole_and_leave_nothing(
             priority=draw(st.integers(0, 1)),
             steps_in_bulk=draw(st.booleans()),
         )
-        arrivals.append((draw(st.integers(0, 20)), sequence))
+        if scheduler.fits(sequence.prompt_len + sequence.stop.max_tokens):
+            arrivals.append((draw(st.integers(0, 20)), sequence))
     run_all(pretend_device(scheduler), arrivals)
     for _, sequence in arrivals:
         assert sequence.status is SequenceStatus.FINISHED
