@@ -13,6 +13,7 @@ import resource
 import sys
 import time
 from importlib.metadata import version
+from pathlib import Path
 
 from jaxinfer.async_engine import AsyncEngine
 from jaxinfer.config import EngineConfig
@@ -142,6 +143,11 @@ def _levels(text: str) -> list[int]:
 
 
 def _peak_rss_bytes() -> int:
+    status = Path("/proc/self/status")
+    if status.exists():
+        # Unlike getrusage, this does not count what the parent held when it forked.
+        [line] = (line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
+        return int(line.split()[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 

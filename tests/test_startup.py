@@ -271,7 +271,7 @@ def test_the_tiny_engine_has_the_ladder_it_logs(caplog):
     caplog.set_level("INFO", "jaxinfer")
     engine = shared().engine
     startup._log_setup(engine.runner, engine.scheduler.limits, tiny_model()[0], engine.runner.watch)
-    assert "ladder: decode (2, 4), tokens (16, 32); 5 programs" in caplog.text
+    assert "ladder: decode (2, 4), tokens (32,); 4 programs" in caplog.text
     assert f"KV pool: {MAX_NUM_SEQS * CONTEXT} tokens" in caplog.text
     assert "paged_attention: xla" in caplog.text
 
