@@ -1,4 +1,4 @@
-"""Seconds from `python serve.py` to a first token: with an empty compilation cache, then with a full.
+"""Seconds from `python serve.py` to a first token, with an empty and a full compilation cache.
 
 The model must have been fetched before. The last line is one JSON object.
 """
