@@ -19,7 +19,7 @@ def set_compilation_cache(directory: str | None) -> None:
     """
     if jax.config.values["jax_compilation_cache_dir"] is not None and directory is None:
         return  # the user's own choice
-    base = Path(directory) if directory else cache_directory() / "xla"
+    base = Path(directory) if directory else cache_directory().parent / "xla"
     features = hashlib.sha256(cpu.features().encode()).hexdigest()[:12]
     jax.config.update(
         "jax_compilation_cache_dir", str(base / f"jaxlib-{version('jaxlib')}-{features}")

@@ -92,12 +92,8 @@ def _vocab_size(engine: AsyncEngine) -> int:
 
 
 def _chat_ids(engine: AsyncEngine, call: ChatRequest) -> list[int]:
-    template = engine.chat_template
-    if template is None:
-        message = "the model has no chat template; start the server with --chat-template, or use "
-        raise invalid("messages", message + "/v1/completions")
     try:
-        text = template.render(call.messages, **call.template_options)
+        text = engine.chat_template.render(call.messages, **call.template_options)
     except TemplateError as error:
         raise invalid(error.param, str(error)) from None
     # Templates write the special tokens themselves.

@@ -5,12 +5,22 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from engine.builders import assert_idle, compiled_runner, tiny_model
+from engine.builders import (
+    EOS,
+    VOCAB_SIZE,
+    assert_idle,
+    compiled_runner,
+    run_requests,
+    tiny_model,
+)
 from flax import nnx
 
+from jaxinfer.config import EngineConfig
 from jaxinfer.outputs import RequestOutput
 from jaxinfer.request import EngineRequest, QueueFullError
-from jaxinfer.sampling_params import SamplingParams
+from jaxinfer.sampling_params import InvalidParameter, SamplingParams
+from jaxinfer.startup import assemble_engine
+from jaxinfer.testing import byte_tokenizer
 
 ASCII = {"logit_bias": dict.fromkeys(range(32, 127), 60.0), "ignore_eos": True}
 """Settings whose text is printable, so that stop strings can be picked out of it."""
@@ -265,3 +275,21 @@ def test_nothing_leaks_between_requests(make_engine, run, prompt, depth, model_t
         if choice.finish_reason == "length":
             assert len(choice.token_ids) == 14
     assert 0 < engine.stats().finished["abort"] <= 12
+
+
+def test_ids_without_a_token_are_neither_sampled_nor_accepted():
+    """Models pad their embeddings: here 62 rows have no token, a fifth of the probability."""
+    model, groups = tiny_model(vocab_size=320)
+    config = EngineConfig(
+        exact=True, max_num_seqs=2, max_num_batched_tokens=8, page_size=4, num_pages=100
+    )
+    engine = assemble_engine(config, model, groups, byte_tokenizer(), frozenset({EOS}))
+    assert engine.vocab_size == VOCAB_SIZE
+    params = {"temperature": 2.0, "max_tokens": 120, "ignore_eos": True}
+    outputs = run_requests(engine, [([5], {**params, "seed": seed}) for seed in (1, 2)])
+    ids = [token_id for output in outputs for token_id in output.outputs[0].token_ids]
+    assert len(ids) == 240
+    assert max(ids) < VOCAB_SIZE
+    for prompt, bias in (((VOCAB_SIZE,), {}), ((5,), {VOCAB_SIZE: 1.0})):
+        with pytest.raises(InvalidParameter, match=f"{VOCAB_SIZE}"):
+            engine.check(EngineRequest("r", prompt, SamplingParams(logit_bias=bias)))

@@ -8,7 +8,8 @@ from server.fake_engine import chat, until
 
 from jaxinfer.async_engine import EngineDeadError, QueueFullError
 from jaxinfer.sampling_params import InvalidParameter
-from jaxinfer.text import TemplateError
+from jaxinfer.testing import byte_tokenizer
+from jaxinfer.text import ChatTemplate, TemplateError
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
@@ -173,7 +174,7 @@ async def test_templates_refuse_with_their_own_words(server):
 
 
 async def test_a_model_without_template_completes_but_does_not_chat(server, engine):
-    engine.chat_template = None
+    engine.chat_template = ChatTemplate.from_tokenizer(byte_tokenizer())
     status, body, _ = await server.post(CHAT, chat())
     assert status == 400
     assert "--chat-template" in error_of(body)["message"]

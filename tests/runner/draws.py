@@ -1,0 +1,52 @@
+"""The sampler's stages, compiled once, and one draw as numpy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxinfer.runner.sampling import (
+    Rows,
+    _filtered_weights,
+    greedy,
+    inverse_cdf,
+    report,
+    sample,
+    shape_logits,
+    uniform,
+)
+
+run_uniform = jax.jit(uniform)
+run_greedy = jax.jit(greedy)
+run_inverse_cdf = jax.jit(inverse_cdf)
+run_sample = jax.jit(sample)
+run_report = jax.jit(report)
+run_shape = jax.jit(shape_logits)
+
+
+@jax.jit
+def run_weights(logits, state):
+    """Weights `choose` draws from, for every row of the state but the dummy."""
+    rows = Rows.gather(state, jnp.arange(logits.shape[0], dtype=jnp.int32))
+    temperature = jnp.where(rows.reals[:, 0] == 0, 1.0, rows.reals[:, 0])
+    top = jnp.max(logits, axis=1, keepdims=True)
+    return _filtered_weights((logits - top) / temperature[:, None], rows)
+
+
+def ints(values):
+    return jnp.asarray(np.asarray(values, np.int64).astype(np.int32))
+
+
+def draw(raw, state, length=None, rows=None, target=None, wants_top=False):
+    """One `sample` over the rows of `state`, as numpy."""
+    raw = np.asarray(raw, np.float32)
+    rows = np.arange(len(raw)) if rows is None else rows
+    length = np.zeros(len(raw)) if length is None else length
+    target = np.full(len(raw), -1) if target is None else target
+    sampled = run_sample(
+        jnp.asarray(raw), state, ints(rows), ints(length), ints(target), jnp.bool_(wants_top)
+    )
+    return jax.tree.map(np.asarray, sampled)
+
+
+def normal(shape, seed, scale=3.0):
+    return (np.random.default_rng(seed).standard_normal(shape) * scale).astype(np.float32)
