@@ -45,7 +45,7 @@ class StepBuffer:
         """Returns the packed fields of a step with prompt tokens."""
         fields = self._next()
         rows, num_seqs = plan.rows, len(plan.rows)
-        q_lens = [row.num_tokens if row.token_ids else 1 for row in rows]
+        q_lens = [row.num_queries for row in rows]
         ends = np.cumsum(q_lens, dtype=np.int32)
         fields["num_decodes"][...] = plan.num_decodes
         fields["num_seqs"][...] = num_seqs
@@ -64,7 +64,7 @@ class StepBuffer:
         indices: list[int] = []
         targets: list[int] = []
         for row, end in zip(rows, ends.tolist(), strict=True):
-            first = end - (row.num_tokens if row.token_ids else 1)
+            first = end - row.num_queries
             tokens[first:end] = row.token_ids or -1
             for index, target in logit_rows(row):
                 indices.append(first + index)
@@ -114,5 +114,5 @@ def logit_rows(row: PlannedRow) -> list[tuple[int, int]]:
             for position in range(row.score_from, last)
         ]
     if row.samples:
-        wanted.append((row.num_tokens - 1 if row.token_ids else 0, -1))
+        wanted.append((row.num_queries - 1, -1))
     return wanted

@@ -44,6 +44,18 @@ class PlannedRow:
         """Whether the row continues from the token the device sampled last."""
         return not self.token_ids
 
+    @property
+    def num_queries(self) -> int:
+        """Tokens the row brings to a ragged step; a decode brings the one the device holds."""
+        return 1 if self.is_decode else self.num_tokens
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens the row samples at most."""
+        if not self.samples:
+            return 0
+        return self.num_tokens if self.is_decode else 1
+
 
 @dataclass(slots=True)
 class StepPlan:

@@ -155,8 +155,7 @@ class Scheduler:
         updates = []
         for row in plan.rows:
             sequence = row.sequence
-            if row.samples:
-                sequence.num_in_flight -= row.num_tokens if row.is_decode else 1
+            sequence.num_in_flight -= row.num_sampled
             if sequence.status is SequenceStatus.FINISHED:
                 continue
             token_ids = list(sampled[sequence.seq_id]) if row.samples else []
@@ -270,8 +269,7 @@ class Scheduler:
     def _advance(self, row: PlannedRow) -> None:
         sequence = row.sequence
         sequence.num_computed += row.num_tokens
-        if row.samples:
-            sequence.num_in_flight += row.num_tokens if row.is_decode else 1
+        sequence.num_in_flight += row.num_sampled
         if row.score_from is not None:
             sequence.num_scored = sequence.num_computed
 
