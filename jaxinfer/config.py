@@ -74,7 +74,7 @@ class EngineConfig:
     exact: bool = _flag(
         False, "float32 activations and KV cache, highest matmul precision: for comparisons"
     )
-    quant: str | None = _flag(None, "quantize weights at load; not available in this release")
+    quant: str | None = _flag(None, "quantize weights at load: int8, int4, nf4, fp8 or w8a8")
     kv_cache_dtype: str = _flag("auto", "KV cache: auto, float32, bfloat16 or float16")
     max_model_len: int | None = _flag(
         None,
@@ -109,7 +109,7 @@ class EngineConfig:
     gpu_memory_utilization: float = _flag(0.9, "share of device memory to use, 0 to 1")
     num_threads: int | None = _flag(None, "CPU threads of XLA (default: one per core)")
     attention: str | None = _flag(None, "force one attention implementation, for example reference")
-    matmul: str | None = _flag(None, "force one matmul implementation")
+    matmul: str | None = _flag(None, "force one implementation of the matmul of quantized weights")
     pipeline_depth: int | None = _flag(None, "steps dispatched ahead of the host: 0 or 1")
     compilation_cache_dir: str | None = _flag(
         None, "where compiled programs are kept (default: the user's cache directory)"
@@ -124,19 +124,11 @@ class EngineConfig:
             value = getattr(self, name)
             _require(value is None or value >= 1, name, value, "must be at least 1")
         _require(
-            self.quant is None,
-            "quant",
-            self.quant,
-            "is not available: this release runs weights at the precision of --dtype and "
-            "quantization comes with a later one; leave it out",
-        )
-        _require(
             not self.prefix_cache,
             "prefix_cache",
             self.prefix_cache,
             "is not available: the prefix cache comes with a later release; leave it out",
         )
-        _require(self.matmul in (None, "xla"), "matmul", self.matmul, "must be xla, the only one")
         _require(
             self.max_decode_steps_before_prefill >= 0,
             "max_decode_steps_before_prefill",

@@ -25,6 +25,7 @@ from jaxinfer.nn.config import DecoderConfig, KVGroup
 from jaxinfer.nn.context import ModelContext
 from jaxinfer.nn.decoder import CausalLM
 from jaxinfer.pool_size import with_pool
+from jaxinfer.quantization import SCHEMES, QuantScheme
 from jaxinfer.runner.compile_watch import CompileWatch
 from jaxinfer.runner.kv_cache import CacheSpec, default_page_size
 from jaxinfer.runner.loader import check_tensors, load_weights, make_abstract_model
@@ -33,7 +34,8 @@ from jaxinfer.scheduler.page_tables import GroupSpec, PageTables
 from jaxinfer.scheduler.scheduler import Scheduler, SchedulerLimits
 from jaxinfer.text.chat_template import ChatTemplate
 from jaxinfer.text.tokenizer import Tokenizer, load_tokenizer
-from kernels import paged_attention
+from kernels import paged_attention, quantized_matmul
+from kernels.quantized_matmul import QTensor
 
 logger = logging.getLogger(__name__)
 
@@ -166,7 +168,9 @@ def load_model(
     mesh = make_mesh(config.tensor_parallel, config.allow_fewer_devices)
     platform = mesh.devices.flat[0].platform
     # What can be refused at once is, before seconds or minutes of loading.
-    _check_attention(config.attention, platform)
+    for flag, op in (("attention", paged_attention), ("matmul", quantized_matmul)):
+        _check_implementation(flag, getattr(config, flag), op.IMPLEMENTATIONS, platform)
+    scheme = _quant_scheme(config.quant, platform)
     _max_model_len(config, model_config)
     dtype, weight_dtype = _dtypes(config, platform)
     context = ModelContext(
@@ -176,6 +180,8 @@ def load_model(
         weight_dtype=weight_dtype,
         precision="highest" if config.exact else None,
         attention=config.attention,
+        matmul=config.matmul,
+        quant=scheme,
     )
     model = make_abstract_model(module, model_config, context)
     shapes = {name: info.shape for name, info in checkpoint.tensor_infos.items()}
@@ -224,17 +230,33 @@ def _max_model_len(config: EngineConfig, model_config: DecoderConfig) -> int:
     return config.max_model_len or limit
 
 
-def _check_attention(name: str | None, platform: str) -> None:
-    known = paged_attention.IMPLEMENTATIONS.get(platform)
-    if known is None:
+def _check_implementation(
+    flag: str, name: str | None, table: Mapping[str, tuple[str, ...]], platform: str
+) -> None:
+    if platform not in table:
         raise ConfigError(
-            f"jax runs on {platform!r}, for which there is no attention; set JAX_PLATFORMS to one "
-            f"of {', '.join(paged_attention.IMPLEMENTATIONS)}"
+            f"jax runs on {platform!r}, for which there is no {flag}; set JAX_PLATFORMS to one "
+            f"of {', '.join(table)}"
         )
-    if name not in (None, *known):
+    if name not in (None, *table[platform]):
         raise ConfigError(
-            f"attention {name!r} is not available on {platform}; choose one of {', '.join(known)}"
+            f"{flag} {name!r} is not available on {platform}; choose one of "
+            f"{', '.join(table[platform])}"
         )
+
+
+def _quant_scheme(name: str | None, platform: str) -> QuantScheme | None:
+    if name is None:
+        return None
+    if name not in SCHEMES:
+        raise ConfigError(f"quant {name!r} is unknown; choose one of {', '.join(SCHEMES)}")
+    if platform == "cpu":
+        logger.warning(
+            "quant %s: XLA:CPU dequantizes each matrix at every step, which is slower than "
+            "without --quant",
+            name,
+        )
+    return SCHEMES[name]
 
 
 def _make_runner(
@@ -320,12 +342,20 @@ def _log_setup(
         jax.ShapeDtypeStruct(
             (limits.max_num_seqs, model.config.num_heads, cache.head_dim), context.dtype
         ),
-        jax.ShapeDtypeStruct(cache.shape(config.num_pages), cache.dtype),
+        cache.layer(config.num_pages),
         platform=context.platform,
         implementation=context.attention,
     )
     logger.info("paged_attention: %s", attention)
-    logger.info("matmul: xla (%s weights)", context.weight_dtype.name)
+    weight = model.layers[0].mlp.down.weight.get_value()
+    if isinstance(weight, QTensor):
+        rows = jax.ShapeDtypeStruct((limits.max_num_seqs, weight.shape[1]), context.dtype)
+        matmul = quantized_matmul.choose(
+            rows, weight, platform=context.platform, implementation=context.matmul
+        )
+        logger.info("quantized_matmul (%s): %s", weight.code, matmul)
+    else:
+        logger.info("matmul: xla (%s weights)", context.weight_dtype.name)
     logger.info(
         "ladder: decode %s, tokens %s; %d programs, %d executables in %.1f s",
         runner.ladders.decode,

@@ -73,7 +73,6 @@ def test_keys_come_from_flags_or_the_environment(configs, monkeypatch):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--quant", "int4"], "quant is not available"),
         (["--max-num-seqs", "0"], "max_num_seqs must be at least 1 (got 0)"),
         (["--api-key", ""], "api_key must not be empty"),
         (["--config", "none.toml"], "none.toml"),

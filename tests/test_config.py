@@ -42,7 +42,6 @@ def test_sizes_that_are_none(text):
 REFUSED = [
     (EngineConfig, {"dtype": "int3"}),
     (EngineConfig, {"kv_cache_dtype": "int8"}),
-    (EngineConfig, {"quant": "int4"}),
     (EngineConfig, {"prefix_cache": True}),
     (EngineConfig, {"max_num_seqs": 0}),
     (EngineConfig, {"max_model_len": -1}),

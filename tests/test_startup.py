@@ -25,6 +25,7 @@ from jaxinfer.runner import kv_cache
 from jaxinfer.runner.compile_watch import CompileWatch
 from jaxinfer.startup import assemble_engine
 from jaxinfer.testing import byte_tokenizer
+from kernels import paged_attention
 
 ROOT = Path(__file__).parents[1]
 FAST_S = 10
@@ -106,6 +107,7 @@ class TestRefusalsOfServe:
         [
             (["--attention", "flash"], ["'flash'", "xla", "reference"]),
             (["--matmul", "cutlass"], ["'cutlass'", "xla"]),
+            (["--quant", "int3"], ["'int3'", "int8", "int4"]),
             (["--max-model-len", "99999"], ["99999", "8192"]),
             (["--tensor-parallel", "3"], ["3", "1 cpu"]),
             (["--model-type", "qwen3"], ["'qwen3'", "'llama'"]),
@@ -253,18 +255,23 @@ def test_a_context_beyond_the_model_is_refused_naming_both():
         assemble_engine(config, model, groups, byte_tokenizer(), frozenset())
 
 
-def test_attention_by_name():
-    startup._check_attention("reference", "cpu")
+def test_implementations_by_name():
+    table = paged_attention.IMPLEMENTATIONS
+    startup._check_implementation("attention", "reference", table, "cpu")
     with pytest.raises(ConfigError, match="'flash' is not available on cpu; choose one of xla"):
-        startup._check_attention("flash", "cpu")
+        startup._check_implementation("attention", "flash", table, "cpu")
     with pytest.raises(ConfigError, match="'metal'"):
-        startup._check_attention(None, "metal")
+        startup._check_implementation("attention", None, table, "metal")
 
 
-def test_matmul_by_name():
-    assert EngineConfig(matmul="xla").matmul == "xla"
-    with pytest.raises(ConfigError, match=r"matmul must be xla.*'w8a8'"):
-        EngineConfig(matmul="w8a8")
+def test_schemes_by_name(caplog):
+    assert startup._quant_scheme(None, "gpu") is None
+    assert startup._quant_scheme("int4", "gpu").head.code == "int8"
+    assert not caplog.records
+    startup._quant_scheme("int8", "cpu")
+    assert "slower" in caplog.text
+    with pytest.raises(ConfigError, match="'int3' is unknown; choose one of int8"):
+        startup._quant_scheme("int3", "gpu")
 
 
 def test_the_tiny_engine_has_the_ladder_it_logs(caplog):

@@ -32,7 +32,7 @@ from jaxinfer.nn.mlp import MLP
 from jaxinfer.nn.norm import RMSNorm
 from jaxinfer.nn.rotary import RotaryConfig, RotaryTable
 from jaxinfer.nn.weights import Weight
-from kernels.paged_attention import AttentionMetadata
+from kernels.paged_attention import AttentionMetadata, KVCache
 
 TINY_HF_CONFIG = {
     "model_type": "gemma3_text",
@@ -164,9 +164,9 @@ class Layer(nnx.Module):
         self,
         x: Float[Array, "T D"],
         table: RotaryTable,
-        kv: Float[Array, "P page *heads"],
+        kv: KVCache,
         metadata: AttentionMetadata,
-    ) -> tuple[Float[Array, "T D"], Float[Array, "P page *heads"]]:
+    ) -> tuple[Float[Array, "T D"], KVCache]:
         """Returns the hidden states after this layer, and its cache."""
         attended, kv = self.attention(self.input_norm(x), table, kv, metadata)
         x = x + self.post_attention_norm(attended)

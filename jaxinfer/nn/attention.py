@@ -16,10 +16,9 @@ from jaxinfer.nn.linear import Linear
 from jaxinfer.nn.norm import RMSNorm
 from jaxinfer.nn.rotary import RotaryTable, rotate
 from jaxinfer.nn.weights import Part, RowLayout, plain_layout
-from kernels.paged_attention import AttentionMetadata, attend, write
+from kernels.paged_attention import AttentionMetadata, KVCache, attend, kv_partition, write
 
 _HEADS = PartitionSpec(None, "tensor")
-_PAGES = PartitionSpec(None, None, "tensor")
 
 
 class Attention(nnx.Module):
@@ -34,7 +33,7 @@ class Attention(nnx.Module):
         blocks = num_cache_kv_heads(config, context.tensor_parallel)
         kv_part = Part(kv_heads * head_dim, repeat=blocks // kv_heads)
         parts = (Part(heads * head_dim, slots=heads // blocks), kv_part, kv_part)
-        make = partial(Linear, context=context)
+        make = partial(Linear, context=context, fmt=context.linear_format)
         self.qkv = make(
             config.hidden_size,
             RowLayout(blocks, head_dim, parts),
@@ -55,9 +54,9 @@ class Attention(nnx.Module):
         self,
         x: Float[Array, "T D"],
         table: RotaryTable,
-        kv: Float[Array, "P page *heads"],
+        kv: KVCache,
         metadata: AttentionMetadata,
-    ) -> tuple[Float[Array, "T D"], Float[Array, "P page *heads"]]:
+    ) -> tuple[Float[Array, "T D"], KVCache]:
         """Returns the output without the residual, and the cache with this step's keys in it."""
         num_tokens = x.shape[0]
         qkv = self.qkv(x).reshape(num_tokens, self.num_kv_heads, -1, self.head_dim)
@@ -73,22 +72,30 @@ class Attention(nnx.Module):
         self,
         q: Float[Array, "T N H"],
         new_kv: Float[Array, "T K 2 H"],
-        kv: Float[Array, "P page *heads"],
+        kv: KVCache,
         metadata: AttentionMetadata,
-    ) -> tuple[Float[Array, "T N H"], Float[Array, "P page *heads"]]:
+    ) -> tuple[Float[Array, "T N H"], KVCache]:
         """Runs both kernels on each device's own heads."""
+        pages = kv_partition(kv, "tensor")
+        implementation, platform = self.context.attention, self.context.platform
 
         @partial(
             jax.shard_map,
             mesh=self.context.mesh,
-            in_specs=(_HEADS, _HEADS, _PAGES, PartitionSpec()),
-            out_specs=(_HEADS, _PAGES),
+            in_specs=(_HEADS, _HEADS, pages, PartitionSpec()),
+            out_specs=(_HEADS, pages),
             check_vma=False,  # kernels need not annotate what varies over the mesh
         )
         def run(
-            q: jax.Array, new_kv: jax.Array, kv: jax.Array, metadata: AttentionMetadata
-        ) -> tuple[jax.Array, jax.Array]:
-            kv = write(kv, new_kv, metadata.slot_mapping[self.group])
+            q: jax.Array, new_kv: jax.Array, kv: KVCache, metadata: AttentionMetadata
+        ) -> tuple[jax.Array, KVCache]:
+            kv = write(
+                kv,
+                new_kv,
+                metadata.slot_mapping[self.group],
+                platform=platform,
+                implementation=implementation,
+            )
             output = attend(
                 q,
                 kv,
@@ -97,8 +104,8 @@ class Attention(nnx.Module):
                 scale=self.scale,
                 window=self.window,
                 soft_cap=self.soft_cap,
-                implementation=self.context.attention,
-                platform=self.context.platform,
+                platform=platform,
+                implementation=implementation,
             )
             return output, kv
 

@@ -9,6 +9,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxinfer.quantization import QuantScheme
+from kernels.quantized_matmul import QFormat
+
 
 @dataclass(frozen=True)
 class ModelContext:
@@ -20,7 +23,9 @@ class ModelContext:
       dtype: of activations between operations; every accumulation is float32.
       weight_dtype: of matrices and embeddings; norm weights are always float32.
       precision: of matrix products; "highest" for `--exact`, None for the platform's default.
-      attention: name of the attention implementation to insist on, or None to choose.
+      attention, matmul: names of the implementations of attention and of quantized matmul to
+        insist on, or None to choose.
+      quant: formats of the layers' matrices and the head; None keeps them in `weight_dtype`.
     """
 
     mesh: Mesh
@@ -29,11 +34,23 @@ class ModelContext:
     weight_dtype: np.dtype
     precision: Literal["highest"] | None = None
     attention: str | None = None
+    matmul: str | None = None
+    quant: QuantScheme | None = None
 
     @property
     def tensor_parallel(self) -> int:
         """Devices that share each layer's weights."""
         return self.mesh.shape["tensor"]
+
+    @property
+    def linear_format(self) -> QFormat | None:
+        """Format of the layers' matrices."""
+        return None if self.quant is None else self.quant.linear
+
+    @property
+    def head_format(self) -> QFormat | None:
+        """Format of a head that is not tied to the embedding."""
+        return None if self.quant is None else self.quant.head
 
     def sharding(self, *axes: str | None) -> NamedSharding:
         """Returns the sharding that splits dimension i over mesh axis `axes[i]`."""

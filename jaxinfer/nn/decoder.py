@@ -19,7 +19,7 @@ from jaxinfer.nn.mlp import MLP
 from jaxinfer.nn.norm import RMSNorm
 from jaxinfer.nn.rotary import RotaryTable
 from jaxinfer.nn.weights import plain_layout
-from kernels.paged_attention import AttentionMetadata
+from kernels.paged_attention import AttentionMetadata, KVCache
 
 
 class LayerFactory(Protocol):
@@ -42,9 +42,9 @@ class DecoderLayer(nnx.Module):
         self,
         x: Float[Array, "T D"],
         table: RotaryTable,
-        kv: Float[Array, "P page *heads"],
+        kv: KVCache,
         metadata: AttentionMetadata,
-    ) -> tuple[Float[Array, "T D"], Float[Array, "P page *heads"]]:
+    ) -> tuple[Float[Array, "T D"], KVCache]:
         """Returns the hidden states after this layer, and its cache."""
         attended, kv = self.attention(self.input_norm(x), table, kv, metadata)
         x = x + attended
@@ -76,15 +76,22 @@ class CausalLM(nnx.Module):
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         tied = self.embedding.weight if config.tie_word_embeddings else None
-        self.head = Linear(config.hidden_size, vocab, context, sharding="column", weight=tied)
+        self.head = Linear(
+            config.hidden_size,
+            vocab,
+            context,
+            sharding="column",
+            weight=tied,
+            fmt=context.head_format,
+        )
 
     def __call__(
         self,
         token_ids: Int32[Array, " T"],
         positions: Int32[Array, " T"],
-        kv: tuple[Float[Array, "P page *heads"], ...],
+        kv: tuple[KVCache, ...],
         metadata: AttentionMetadata,
-    ) -> tuple[Float[Array, "T D"], tuple[Float[Array, "P page *heads"], ...]]:
+    ) -> tuple[Float[Array, "T D"], tuple[KVCache, ...]]:
         """Returns hidden states after the final norm, and the caches with this step written."""
         rotaries = self.config.rotaries
         tables = {rotary: rotary.table(positions) for rotary in dict.fromkeys(rotaries)}
@@ -107,6 +114,6 @@ class CausalLM(nnx.Module):
 
 
 @partial(jax.jit, static_argnums=0)
-def _run_layer(graphdef: Any, state: Any, *inputs: Any) -> tuple[jax.Array, jax.Array]:
+def _run_layer(graphdef: Any, state: Any, *inputs: Any) -> tuple[jax.Array, KVCache]:
     """Calls a layer inside its own jit: layers with equal graphdefs are traced and lowered once."""
     return nnx.merge(graphdef, state)(*inputs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,10 @@ from jaxtyping import Array, Float
 
 from jaxinfer.nn.context import ModelContext
 from jaxinfer.nn.weights import RowLayout
+from jaxinfer.quantization import fit_format
+from kernels import quantized_matmul
+from kernels.quantized_matmul import QFormat, QTensor
+from kernels.quantized_matmul.format import local_part, partition_specs
 
 _WEIGHT_SPECS = {
     "column": PartitionSpec("tensor", None),
@@ -24,15 +28,33 @@ _WEIGHT_SPECS = {
 _MAX_ROWS_WEIGHT_FIRST = 32
 
 
+Sharding: TypeAlias = Literal["column", "row"] | None
+
+
 def make_matrix(
     layout: RowLayout,
     in_features: int,
     context: ModelContext,
-    sharding: Literal["column", "row"] | None,
+    sharding: Sharding,
+    fmt: QFormat | None = None,
 ) -> nnx.Param:
-    """Returns a weight `[O, I]` that knows its checkpoint layout and its split over the mesh."""
-    value = jnp.zeros((layout.num_rows, in_features), context.weight_dtype)
-    return nnx.Param(value, layout=layout, spec=_WEIGHT_SPECS[sharding])
+    """Returns a weight `[O, I]` that knows its checkpoint layout and its split over the mesh.
+
+    Its value is an array, or a QTensor where a format is given.
+
+    Raises:
+      ValueError: the format does not fit the matrix.
+    """
+    shape = (layout.num_rows, in_features)
+    if fmt is None:
+        value = jnp.zeros(shape, context.weight_dtype)
+        return nnx.Param(value, layout=layout, spec=_WEIGHT_SPECS[sharding])
+    devices = context.tensor_parallel if sharding == "row" else 1
+    fmt = fit_format(fmt, in_features, devices, context.platform)
+    codes = quantized_matmul.quantize(jnp.zeros(shape, jnp.float32), fmt)
+    codes = quantized_matmul.prepare(codes, context.platform)
+    spec = partition_specs(codes, sharding, "tensor")
+    return nnx.Param(codes, layout=layout, spec=spec, fmt=fmt)
 
 
 class Linear(nnx.Module):
@@ -47,6 +69,7 @@ class Linear(nnx.Module):
       sharding: "column" splits O over the mesh axis "tensor", "row" splits I and sums over it,
         None copies the weight to every device.
       weight: a parameter to share instead of making one (a head tied to the embedding).
+      fmt: keeps the weight quantized; `kernels.quantized_matmul` then multiplies, x unrounded.
     """
 
     def __init__(
@@ -55,14 +78,15 @@ class Linear(nnx.Module):
         layout: RowLayout,
         context: ModelContext,
         *,
-        sharding: Literal["column", "row"] | None = None,
+        sharding: Sharding = None,
         bias: bool = False,
         weight: nnx.Param | None = None,
+        fmt: QFormat | None = None,
     ) -> None:
         self.context = context
         self.sharding = sharding
         if weight is None:
-            weight = make_matrix(layout, in_features, context, sharding)
+            weight = make_matrix(layout, in_features, context, sharding, fmt)
         self.weight = weight
         self.bias = _make_bias(layout, context, sharding) if bias else None
 
@@ -70,7 +94,11 @@ class Linear(nnx.Module):
         self, x: Float[Array, "T I"], out_dtype: DTypeLike | None = None
     ) -> Float[Array, "T O"]:
         """Returns the product in `out_dtype`, by default the activation dtype."""
-        y = self._product(x.astype(self.weight.dtype), self.weight[...])
+        weight = self.weight.get_value()
+        if isinstance(weight, QTensor):
+            y = self._quantized_product(x.astype(self.context.dtype), weight)
+        else:
+            y = self._product(x.astype(weight.dtype), weight)
         if self.bias is not None:
             y = y + self.bias[...].astype(jnp.float32)[None]
         y = y.astype(out_dtype or self.context.dtype)
@@ -89,6 +117,32 @@ class Linear(nnx.Module):
         # XLA:CPU packs the right-hand matrix at every call: let that be the small one. The barrier
         # keeps XLA from turning the product around again.
         return jax.lax.optimization_barrier(dot(weight, x)).T
+
+    def _quantized_product(self, x: Float[Array, "T I"], weight: QTensor) -> Float[Array, "T O"]:
+        """Returns x Wᵀ in float32: kernels see each device's own part, whole groups of it."""
+
+        def multiply(x: jax.Array, weight: QTensor) -> jax.Array:
+            y = quantized_matmul.matmul(
+                x,
+                local_part(weight),
+                platform=self.context.platform,
+                implementation=self.context.matmul,
+                out_dtype=jnp.float32,
+            )
+            return jax.lax.psum(y, "tensor") if self.sharding == "row" else y
+
+        by_columns = PartitionSpec(None, "tensor")
+        run = jax.shard_map(
+            multiply,
+            mesh=self.context.mesh,
+            in_specs=(
+                by_columns if self.sharding == "row" else PartitionSpec(),
+                partition_specs(weight, self.sharding, "tensor"),
+            ),
+            out_specs=by_columns if self.sharding == "column" else PartitionSpec(),
+            check_vma=False,  # kernels need not annotate what varies over the mesh
+        )
+        return run(x, weight)
 
 
 def _make_bias(layout: RowLayout, context: ModelContext, sharding: str | None) -> nnx.Param:

@@ -7,9 +7,10 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+import jax
 import numpy as np
 
-from kernels.paged_attention import kv_shape
+from kernels.paged_attention import KVStruct, kv_structs
 
 CPU_POOL_BYTES = 2**30
 """Default bound of the CPU pool: XLA commits it whole at start, used or not."""
@@ -35,9 +36,9 @@ class CacheSpec:
     head_dim: int
     page_size: int
 
-    def shape(self, num_pages: int) -> tuple[int, ...]:
-        """Shape of one layer's array."""
-        return kv_shape(
+    def layer(self, num_pages: int) -> KVStruct:
+        """What holds one layer: a struct, or a pytree of them."""
+        return kv_structs(
             self.platform,
             self.dtype,
             num_pages,
@@ -49,7 +50,9 @@ class CacheSpec:
     @property
     def page_bytes(self) -> int:
         """Bytes of one page in all layers."""
-        return math.prod(self.shape(1)) * self.dtype.itemsize * self.num_layers
+        structs = jax.tree.leaves(self.layer(1))
+        sizes = (math.prod(struct.shape) * struct.dtype.itemsize for struct in structs)
+        return sum(sizes) * self.num_layers
 
     def num_pages(self, budget_bytes: int, max_tokens: int) -> int:
         """Pages for `max_tokens` tokens or as many as the budget holds; page 0 comes on top."""

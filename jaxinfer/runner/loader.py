@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import fnmatch
 import logging
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from types import ModuleType
 
 import jax
@@ -19,6 +21,7 @@ from jaxinfer.nn.config import DecoderConfig
 from jaxinfer.nn.context import ModelContext
 from jaxinfer.nn.decoder import CausalLM
 from jaxinfer.nn.weights import Weight
+from kernels.quantized_matmul import QFormat, QTensor, prepare, quantize
 
 _logger = logging.getLogger(__name__)
 _MAX_NAMES_SHOWN = 5
@@ -69,7 +72,7 @@ def load_weights(
         buffer = pending.setdefault(target.path, _Buffer(target.param))
         buffer.place(target.part_idx, tensor)
         if buffer.is_complete:
-            _put(target.param, pending.pop(target.path).array, model.context)
+            put_weight(target.param, pending.pop(target.path).array, model.context)
     inventory.finish()
     tied_head.compare()
 
@@ -94,6 +97,19 @@ def expected_shapes(model: CausalLM, module: ModuleType) -> dict[str, tuple[int,
     return {name: target.shape for name, target in _targets(model, module.WEIGHT_MAP).items()}
 
 
+def abstract_weights(model: CausalLM) -> None:
+    """Gives an abstract model's parameters their shardings: enough to compile its programs."""
+    for _, param in _parameters(model):
+        sharded = jax.tree.map(
+            lambda leaf, spec: jax.ShapeDtypeStruct(
+                leaf.shape, leaf.dtype, sharding=model.context.sharding(*spec)
+            ),
+            param.get_value(),
+            param.spec,
+        )
+        param.set_value(sharded)
+
+
 def init_random(model: CausalLM, seed: int) -> None:
     """Fills the model with random weights that do not depend on its mesh.
 
@@ -102,12 +118,12 @@ def init_random(model: CausalLM, seed: int) -> None:
     for path, param in _parameters(model):
         buffer = _Buffer(param)
         for part_idx in range(len(param.layout.parts)):
-            shape = param.layout.part_shape(part_idx, param.shape)
+            shape = param.layout.part_shape(part_idx, _shape(param))
             rng = np.random.default_rng([seed, part_idx, *path.encode()])
             values = rng.standard_normal(shape, np.float32)
             scale = 0.1 if len(shape) == 1 else shape[1] ** -0.5
             buffer.place(part_idx, values * scale + float(path.endswith("norm.weight")))
-        _put(param, buffer.array, model.context)
+        put_weight(param, buffer.array, model.context)
 
 
 @dataclass(frozen=True)
@@ -121,7 +137,7 @@ class _Target:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.param.layout.part_shape(self.part_idx, self.param.shape)
+        return self.param.layout.part_shape(self.part_idx, _shape(self.param))
 
 
 class _Inventory:
@@ -169,10 +185,12 @@ class _Buffer:
 
     def __post_init__(self) -> None:
         # XLA:CPU adopts an array aligned to 64 bytes without a copy; `np.zeros` aligns to 16.
-        size = self.param.size * self.param.dtype.itemsize
+        shape = _shape(self.param)
+        dtype = np.dtype(np.float32) if _is_quantized(self.param) else self.param.dtype
+        size = math.prod(shape) * dtype.itemsize
         memory = np.zeros(size + 64, np.uint8)
         start = -memory.ctypes.data % 64
-        self.array = memory[start : start + size].view(self.param.dtype).reshape(self.param.shape)
+        self.array = memory[start : start + size].view(dtype).reshape(shape)
 
     def place(self, part_idx: int, tensor: np.ndarray) -> None:
         """Copies one part, rounding it to the parameter's dtype."""
@@ -216,9 +234,29 @@ class _TiedHead:
             )
 
 
-def _put(param: nnx.Param, array: np.ndarray, context: ModelContext) -> None:
-    """Moves a finished host array to the devices that share it."""
-    param.set_value(jax.device_put(array, context.sharding(*param.spec)))
+def put_weight(param: nnx.Param, array: np.ndarray, context: ModelContext) -> None:
+    """Moves a finished host array to the devices that share it, quantized if the weight is."""
+    if not _is_quantized(param):
+        param.set_value(jax.device_put(array, context.sharding(*param.spec)))
+        return
+    weight = _quantize(array, param.fmt, context.platform)
+    shardings = jax.tree.map(lambda spec: context.sharding(*spec), param.spec)
+    param.set_value(jax.device_put(weight, shardings))
+
+
+@partial(jax.jit, static_argnums=(1, 2))
+def _quantize(array: jax.Array, fmt: QFormat, platform: str) -> QTensor:
+    """Rounds a matrix to its format, laid out for the platform; in one program, for memory."""
+    return prepare(quantize(array, fmt), platform)
+
+
+def _is_quantized(param: nnx.Param) -> bool:
+    return isinstance(param.get_value(), QTensor)
+
+
+def _shape(param: nnx.Param) -> tuple[int, ...]:
+    """Returns the shape of a parameter as a checkpoint would see it: quantized or not."""
+    return param.get_value().shape
 
 
 def _parameters(model: CausalLM) -> Iterator[tuple[str, nnx.Param]]:

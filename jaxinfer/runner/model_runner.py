@@ -26,6 +26,7 @@ from jaxinfer.runner.row_state import RowReset, empty_row_state, make_row_reset,
 from jaxinfer.runner.step_layout import StepLayout, decode_layout, ragged_layout
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.scheduler.plan import PlannedRow, StepPlan
+from kernels.paged_attention import kv_partition
 
 logger = logging.getLogger(__name__)
 
@@ -139,7 +140,6 @@ class ModelRunner:
         device state must exist.
         """
         state = self._abstract_state()
-        params = jax.tree.map(_abstract, self._params)
         reset = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self._replicated),
             self._row_reset(0, SamplingParams(), frozenset(), [], 0),
@@ -154,10 +154,7 @@ class ModelRunner:
             built = []
             # The longest first, so that nothing long is left for the end.
             for kind, rung, layout, body in reversed(self._program_table()):
-                packed = jax.ShapeDtypeStruct((layout.size,), np.int32, sharding=self._replicated)
-                lowered = jax.jit(
-                    body, donate_argnums=1, out_shardings=(None, self._state_shardings)
-                ).lower(params, state, packed)
+                lowered = self._lower(layout, body)
                 self._buffers[kind, rung] = StepBuffer(
                     layout, self.config.max_num_seqs, state.page_table.shape
                 )
@@ -167,6 +164,21 @@ class ModelRunner:
         if run:
             self.reset(0, SamplingParams(), frozenset(), [], 0)
             jax.block_until_ready(self._state)
+
+    def lower(self, kind: str, rung: int) -> Lowered:
+        """Traces and lowers one program; the model's weights and devices may be abstract.
+
+        Raises:
+          KeyError: there is no such program.
+        """
+        table = {(k, r): (layout, body) for k, r, layout, body in self._program_table()}
+        return self._lower(*table[kind, rung])
+
+    def _lower(self, layout: StepLayout, body: Callable[..., Any]) -> Lowered:
+        params = jax.tree.map(_abstract, self._params)
+        packed = jax.ShapeDtypeStruct((layout.size,), np.int32, sharding=self._replicated)
+        program = jax.jit(body, donate_argnums=1, out_shardings=(None, self._state_shardings))
+        return program.lower(params, self._abstract_state(), packed)
 
     def _build(self, key: tuple[str, int], lowered: Lowered, run: bool) -> None:
         self._executables[key] = lowered.compile()
@@ -189,7 +201,7 @@ class ModelRunner:
             del self._state  # free the old pool before the new one is made
         rows = empty_row_state(config.max_num_seqs + 1, self.vocab_size)
         make_kv = jax.jit(
-            lambda: tuple(jax.numpy.zeros(leaf.shape, leaf.dtype) for leaf in abstract.kv),
+            lambda: jax.tree.map(lambda leaf: jax.numpy.zeros(leaf.shape, leaf.dtype), abstract.kv),
             out_shardings=self._state_shardings.kv,
         )
         self._state = DeviceState(
@@ -244,10 +256,14 @@ class ModelRunner:
 
     @property
     def _state_shardings(self) -> DeviceState:
-        heads = NamedSharding(self._mesh, PartitionSpec(None, None, "tensor"))
-        num_rows = self.config.max_num_seqs + 1
+        config = self.config
+        heads = jax.tree.map(
+            lambda spec: NamedSharding(self._mesh, spec),
+            kv_partition(config.cache.layer(config.num_pages), "tensor"),
+        )
+        num_rows = config.max_num_seqs + 1
         return DeviceState(
-            kv=(heads,) * self.config.cache.num_layers,
+            kv=(heads,) * config.cache.num_layers,
             rows=jax.tree.map(
                 lambda _: self._replicated, empty_row_state(num_rows, self.vocab_size)
             ),
@@ -257,10 +273,9 @@ class ModelRunner:
     def _abstract_state(self) -> DeviceState:
         config = self.config
         num_rows = config.max_num_seqs + 1
-        kv = jax.ShapeDtypeStruct(config.cache.shape(config.num_pages), config.cache.dtype)
         table = (config.num_groups, num_rows, config.pages_per_row)
         state = DeviceState(
-            kv=(kv,) * config.cache.num_layers,
+            kv=(config.cache.layer(config.num_pages),) * config.cache.num_layers,
             rows=empty_row_state(num_rows, self.vocab_size),
             page_table=jax.ShapeDtypeStruct(table, np.int32),
         )

@@ -29,12 +29,12 @@ class DeviceState:
     """Everything a step changes on the device; donated to each step and returned by it.
 
     Attributes:
-      kv: one cache array per layer.
+      kv: one cache per layer.
       rows: sampling state per row.
       page_table: physical page of each logical page, per KV group and row.
     """
 
-    kv: tuple[Leaf, ...]  # each [P, page, K, 2, H]
+    kv: tuple[Leaf, ...]  # each a KVCache
     rows: RowState
     page_table: Leaf  # int32 [C, R, M]
 

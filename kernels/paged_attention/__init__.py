@@ -1,26 +1,45 @@
 """Attention over a paged key/value cache: `write` new keys and values, then `attend` to them.
 
 Implementations: `reference` (the contract), `xla` (any backend). To add one, write its module
-with `supports` and `attend` and name it in `IMPLEMENTATIONS`.
+with `supports`, `attend` and `write` and name it in `IMPLEMENTATIONS`.
 """
 
 from __future__ import annotations
 
 import jax
 from jax import Array
-from jaxtyping import Float, Real
+from jaxtyping import Float, Int
 
 from kernels import dispatch
-from kernels.paged_attention.cache import kv_dtype, kv_shape, write
+from kernels.paged_attention.cache import (
+    KVCache,
+    KVDims,
+    KVStruct,
+    QuantizedKV,
+    kv_dims,
+    kv_dtype,
+    kv_partition,
+    kv_shape,
+    kv_structs,
+    quantize_kv,
+)
 from kernels.paged_attention.metadata import AttentionMetadata
 
 __all__ = [
     "IMPLEMENTATIONS",
     "AttentionMetadata",
+    "KVCache",
+    "KVDims",
+    "KVStruct",
+    "QuantizedKV",
     "attend",
     "choose",
+    "kv_dims",
     "kv_dtype",
+    "kv_partition",
     "kv_shape",
+    "kv_structs",
+    "quantize_kv",
     "write",
 ]
 
@@ -33,7 +52,7 @@ IMPLEMENTATIONS = {
 
 def attend(
     q: Float[Array, "T N H"],
-    kv: Real[Array, "P page K 2 H"],
+    kv: KVCache,
     metadata: AttentionMetadata,
     *,
     group: int,
@@ -55,7 +74,7 @@ def attend(
 
     Args:
       q: queries; N is a multiple of K.
-      kv: one layer's cache, of `kv_shape(...)` and `kv_dtype(...)`.
+      kv: one layer's cache, as `kv_structs(...)` says.
       metadata: the step's rows and pages.
       group: which of the metadata's KV groups this layer belongs to.
       scale: multiplies `q . k`; usually `H ** -0.5`.
@@ -75,9 +94,47 @@ def attend(
     )
 
 
+def write(
+    kv: KVCache,
+    new_kv: Float[Array, "T K 2 H"],
+    slot_mapping: Int[Array, "T"],
+    *,
+    platform: str,
+    implementation: str | None = None,
+) -> KVCache:
+    """Returns the cache with token t's keys and values in slot `slot_mapping[t]`.
+
+    `new_kv` is rounded to what the cache holds, by `quantize_kv` where it has scales. In place
+    where `kv` is donated. Slots must lie inside the cache; of tokens that share one (padding, in
+    page 0) any may stay there, in parts even. No other slot changes.
+
+    Args:
+      kv: one layer's cache, as `kv_structs(...)` says.
+      new_kv: keys (0) and values (1) of this step's tokens.
+      slot_mapping: `page * page_size + offset` of each token.
+      platform: `cpu`, `gpu` or `tpu`, where this will run.
+      implementation: the only one to consider; None for the best that supports the call.
+
+    Raises:
+      ValueError: the shapes disagree.
+      NotImplementedError: no implementation supports the call; names each one's reason.
+    """
+    dims = kv_dims(kv)
+    expected = (*slot_mapping.shape, dims.num_kv_heads, 2, dims.head_dim)
+    if slot_mapping.ndim != 1 or new_kv.shape != expected:
+        raise ValueError(
+            f"new_kv {new_kv.shape} with slot_mapping {slot_mapping.shape} does not fit a cache "
+            f"of {dims}: pass [T, K, 2, H] and [T]"
+        )
+    # As for attention with as many query heads as there are KV heads.
+    q = jax.ShapeDtypeStruct((new_kv.shape[0], dims.num_kv_heads, dims.head_dim), new_kv.dtype)
+    module = choose(q, kv, platform=platform, implementation=implementation).module
+    return module.write(kv, new_kv, slot_mapping)
+
+
 def choose(
     q: Array | jax.ShapeDtypeStruct,
-    kv: Array | jax.ShapeDtypeStruct,
+    kv: KVCache | KVStruct,
     *,
     platform: str,
     implementation: str | None = None,
@@ -99,17 +156,17 @@ def choose(
 
 def _validate(
     q: Array,
-    kv: Array,
+    kv: KVCache,
     metadata: AttentionMetadata,
     group: int,
     window: int | None,
     soft_cap: float | None,
 ) -> None:
-    (num_tokens, num_heads, head_dim), (_, _, num_kv_heads, two, cache_dim) = q.shape, kv.shape
-    if head_dim != cache_dim or two != 2 or num_heads % num_kv_heads:
+    (num_tokens, num_heads, head_dim), dims = q.shape, kv_dims(kv)
+    if head_dim != dims.head_dim or num_heads % dims.num_kv_heads:
         raise ValueError(
-            f"q {q.shape} does not fit a cache of shape {kv.shape}: for q [T, N, H] pass a cache "
-            f"[P, page, K, 2, H] where K divides N"
+            f"q {q.shape} does not fit a cache of {dims}: for q [T, N, H] pass a cache of the "
+            f"same head_dim where num_kv_heads divides N"
         )
     num_groups, num_rows, _ = metadata.page_table.shape
     if not 0 <= group < num_groups:

@@ -12,7 +12,13 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from kernels.paged_attention import attend
-from kernels.paged_attention.cache import encode, kv_dtype, kv_shape
+from kernels.paged_attention.cache import (
+    KVCache,
+    QuantizedKV,
+    encode_rows,
+    kv_structs,
+    quantize_kv,
+)
 from kernels.paged_attention.metadata import AttentionMetadata
 
 
@@ -25,7 +31,8 @@ class Spec:
       rows: (q_len, kv_len) of each row, decodes (q_len 1) first.
       num_tokens, num_rows, max_pages: T, B and M, padding included.
       page_size: tokens per page.
-      dtype, kv_dtype: of the queries and of the cache.
+      dtype, kv_dtype: of the queries and of the cache; int8 is a cache with scales.
+      num_groups, group: C, and the KV group of the layer.
     """
 
     num_heads: int
@@ -40,6 +47,8 @@ class Spec:
     soft_cap: float | None = None
     dtype: str = "float32"
     kv_dtype: str = "float32"
+    num_groups: int = 1
+    group: int = 0
 
     @property
     def is_decode(self) -> bool:
@@ -59,17 +68,19 @@ class Spec:
             for q_len, kv_len in self.rows
         )
         num_queries = sum(q_len for q_len, _ in self.rows)
-        kv_bytes = seen * self.num_kv_heads * jnp.dtype(self.kv_dtype).itemsize
-        q_bytes = num_queries * self.num_heads * jnp.dtype(self.dtype).itemsize
-        return 2 * self.head_dim * (kv_bytes + q_bytes)
+        row_bytes = self.head_dim * jnp.dtype(self.kv_dtype).itemsize
+        if self.kv_dtype == "int8":
+            row_bytes += jnp.dtype(jnp.float32).itemsize  # its scale
+        q_bytes = num_queries * self.num_heads * self.head_dim * jnp.dtype(self.dtype).itemsize
+        return 2 * (seen * self.num_kv_heads * row_bytes + q_bytes)
 
     def prepare(
         self, platform: str, implementation: str
-    ) -> tuple[Callable[..., Array], tuple[Array, Array, AttentionMetadata]]:
+    ) -> tuple[Callable[..., Array], tuple[Array, KVCache, AttentionMetadata]]:
         """Returns `attend` as a function of arrays, and arrays for it."""
         call = partial(
             attend,
-            group=0,
+            group=self.group,
             scale=self.scale,
             window=self.window,
             soft_cap=self.soft_cap,
@@ -82,6 +93,13 @@ class Spec:
 _SMOLLM2 = partial(Spec, 9, 3, 64)
 _LLAMA_8B = partial(Spec, 32, 8, 128)
 _GEMMA3 = partial(Spec, 4, 1, 256)
+# One device's share under tensor parallelism.
+_LLAMA_8B_TP4 = partial(Spec, 8, 2, 128)
+_LLAMA_70B_TP8 = partial(Spec, 8, 1, 128)
+_QWEN2_7B_TP2 = partial(Spec, 14, 2, 128)
+_GEMMA2_TP2 = partial(Spec, 4, 2, 256, soft_cap=50.0)
+_PHI3_TP8 = partial(Spec, 4, 4, 96)
+_PHI2_TP8 = partial(Spec, 4, 4, 80)
 _MIXED_LENS = (700, 33, 512, 16, 257, 1, 64)
 
 SPECS: dict[str, Spec] = {
@@ -102,13 +120,91 @@ SPECS: dict[str, Spec] = {
     "mha-head-80-page-128": Spec(
         8, 8, 80, ((1, 200), (1, 128), (20, 129)), 64, 8, 16, 128, dtype="bfloat16"
     ),
+    "smollm2-decode-8-int8": _SMOLLM2(
+        tuple((1, n) for n in _MIXED_LENS), 8, 8, 24, 32, kv_dtype="int8"
+    ),
+    "smollm2-mixed-bf16-page-128": _SMOLLM2(
+        ((1, 300), (1, 1), (30, 158)), 64, 8, 4, 128, kv_dtype="bfloat16"
+    ),
+    "llama1b-decode-2-page-64": Spec(
+        32, 8, 64, ((1, 450), (1, 64)), 2, 2, 8, 64, kv_dtype="bfloat16"
+    ),
+    "llama8b-decode-2-long-int8": _LLAMA_8B_TP4(
+        ((1, 4000), (1, 3001)), 2, 2, 32, 128, kv_dtype="int8"
+    ),
+    "llama8b-decode-4-long-bf16": _LLAMA_8B_TP4(
+        ((1, 3000), (1, 17), (1, 1025)), 4, 4, 256, kv_dtype="bfloat16"
+    ),
+    "llama8b-mixed-bf16-page-32": _LLAMA_8B_TP4(
+        ((1, 65), (1, 200), (33, 33), (40, 168)),
+        128,
+        8,
+        8,
+        32,
+        dtype="bfloat16",
+        kv_dtype="bfloat16",
+    ),
+    "llama70b-decode-32": _LLAMA_70B_TP8(
+        tuple((1, 1 + 16 * n) for n in range(30)), 32, 32, 4, 128, kv_dtype="bfloat16"
+    ),
+    "llama70b-mixed-int8": _LLAMA_70B_TP8(
+        ((1, 129), (17, 150), (64, 64)), 128, 4, 4, 64, kv_dtype="int8"
+    ),
+    "qwen2-decode-4-int8": _QWEN2_7B_TP2(
+        ((1, 130), (1, 31), (1, 64)), 4, 4, 16, 16, kv_dtype="int8"
+    ),
+    "qwen2-mixed": _QWEN2_7B_TP2(((1, 100), (50, 90), (3, 3)), 64, 8, 16, 16),
+    "gemma2-decode-4-int8": _GEMMA2_TP2(
+        ((1, 300), (1, 128), (1, 5)), 4, 4, 3, 128, window=128, kv_dtype="int8"
+    ),
+    "gemma2-mixed": _GEMMA2_TP2(
+        ((1, 200), (70, 140), (5, 5)), 128, 4, 8, 32, window=64, kv_dtype="bfloat16"
+    ),
+    "gemma3-groups-decode-4": _GEMMA3(
+        ((1, 700), (1, 40), (1, 513)),
+        4,
+        4,
+        48,
+        window=512,
+        kv_dtype="bfloat16",
+        num_groups=2,
+        group=1,
+    ),
+    "gemma3-groups-mixed-int8": _GEMMA3(
+        ((1, 90), (40, 100)), 64, 4, 4, 64, window=48, kv_dtype="int8", num_groups=2, group=1
+    ),
+    "phi3-decode-4": _PHI3_TP8(
+        ((1, 260), (1, 64), (1, 100)), 4, 4, 6, 64, window=200, kv_dtype="bfloat16"
+    ),
+    "phi3-mixed-int8": _PHI3_TP8(((1, 70), (20, 60)), 32, 4, 4, 32, window=50, kv_dtype="int8"),
+    "phi2-decode-4-int8": _PHI2_TP8(((1, 99), (1, 16), (1, 33)), 4, 4, 8, 16, kv_dtype="int8"),
 }
+
+LARGE_SPECS: dict[str, Spec] = {
+    f"llama8b-decode-{batch}-context-{context}-page-{page_size}-{kv_dtype}": _LLAMA_8B(
+        ((1, context),) * batch,
+        batch,
+        batch,
+        context // page_size,
+        page_size,
+        dtype="bfloat16",
+        kv_dtype=kv_dtype,
+    )
+    for batch in (1, 16, 64)
+    for context in (512, 2048, 8192)
+    for page_size in (16, 128)
+    for kv_dtype in ("bfloat16", "int8")
+}
+"""Decode steps of an 8B model: what is tuned and timed on chips."""
 
 
 def make_inputs(
     spec: Spec, seed: int = 0, platform: str = "cpu"
-) -> tuple[Array, Array, AttentionMetadata]:
-    """Returns random `(q, kv, metadata)` of a spec; each row's pages lie anywhere in the cache."""
+) -> tuple[Array, KVCache, AttentionMetadata]:
+    """Returns random `(q, kv, metadata)` of a spec; each row's pages lie anywhere in the cache.
+
+    Groups other than the layer's have tables and slots that would be wrong for it.
+    """
     rng = np.random.default_rng(seed)
     q_lens, kv_lens = np.array(spec.rows, np.int32).reshape(-1, 2).T
     counts = -(-kv_lens // spec.page_size)
@@ -130,17 +226,34 @@ def make_inputs(
         num_seqs=_int32(len(spec.rows)),
         kv_lens=_int32(np.pad(kv_lens, (0, unused))),
         cu_q_lens=_int32(np.pad(cu_q_lens, (0, unused), mode="edge")),
-        slot_mapping=_int32(slots[None]),
-        page_table=_int32(page_table[None]),
+        slot_mapping=_of_groups(spec, slots),
+        page_table=_of_groups(spec, page_table),
         is_decode=spec.is_decode,
     )
     q = rng.standard_normal((spec.num_tokens, spec.num_heads, spec.head_dim), np.float32)
-    shape = kv_shape(
+    rows = (num_pages * spec.page_size, spec.num_kv_heads, 2, spec.head_dim)
+    kv = _cache(spec, platform, jnp.asarray(rng.standard_normal(rows, np.float32)))
+    return jnp.asarray(q, spec.dtype), kv, metadata
+
+
+def _cache(spec: Spec, platform: str, rows: Array) -> KVCache:
+    """Returns a cache of the keys and values `[P * page, K, 2, H]`."""
+    num_pages = rows.shape[0] // spec.page_size
+    structs = kv_structs(
         platform, spec.kv_dtype, num_pages, spec.page_size, spec.num_kv_heads, spec.head_dim
     )
-    kv = rng.standard_normal(shape, np.float32)
-    held_as = kv_dtype(platform, spec.kv_dtype)
-    return jnp.asarray(q, spec.dtype), encode(jnp.asarray(kv), held_as), metadata
+    if isinstance(structs, QuantizedKV):
+        codes, scales = quantize_kv(rows)
+        scales = scales.reshape(num_pages, spec.page_size, spec.num_kv_heads, 2)
+        values = encode_rows(codes, structs.values).reshape(structs.values.shape)
+        return QuantizedKV(values, jnp.moveaxis(scales, 1, 3))
+    return encode_rows(rows, structs).reshape(structs.shape)
+
+
+def _of_groups(spec: Spec, ours: np.ndarray) -> Array:
+    """Returns an array per group: ours, and for every other group what is wrong for us."""
+    wrong = np.roll(ours, 1)
+    return _int32(np.stack([ours if i == spec.group else wrong for i in range(spec.num_groups)]))
 
 
 def _int32(values: ArrayLike) -> Array:

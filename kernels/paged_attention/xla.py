@@ -13,19 +13,53 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Float32, Int, Int32, Real
 
-from kernels.paged_attention.cache import decode
+from kernels.paged_attention.cache import (
+    KVCache,
+    QuantizedKV,
+    decode,
+    encode_rows,
+    kv_dims,
+    quantize_kv,
+)
 from kernels.paged_attention.metadata import AttentionMetadata
 from kernels.paged_attention.reference import MASKED, supports
 
-__all__ = ["attend", "supports"]
+__all__ = ["attend", "supports", "write"]
 
 _BLOCK_KEYS = 128
 _BLOCK_QUERIES = 64
 
 
+def write(kv: KVCache, new_kv: Float[Array, "T K 2 H"], slot_mapping: Int[Array, "T"]) -> KVCache:
+    """Scatters rows of whole tokens; see `kernels.paged_attention.write`."""
+    _, page_size, num_kv_heads, _ = kv_dims(kv)
+    page, offset = slot_mapping // page_size, slot_mapping % page_size
+    if isinstance(kv, QuantizedKV):
+        codes, scales = quantize_kv(new_kv)
+        # Every axis has an index: a scatter over slices of an inner axis is one for which XLA:TPU
+        # changes the layout of all scales and back: 16 times their size (v6e, pages of 128).
+        head = jnp.arange(num_kv_heads, dtype=jnp.int32)[:, None]
+        half = jnp.arange(2, dtype=jnp.int32)
+        scale = kv.scales.at[page[:, None, None], head, half, offset[:, None, None]]
+        return QuantizedKV(
+            _scatter(kv.values, page, offset, codes),
+            scale.set(scales, mode="promise_in_bounds"),
+        )
+    return _scatter(kv, page, offset, new_kv)
+
+
+def _scatter(
+    held: Real[Array, "P page K *heads"],
+    page: Int[Array, "T"],
+    offset: Int[Array, "T"],
+    values: Real[Array, "T K 2 H"],
+) -> Real[Array, "P page K *heads"]:
+    return held.at[page, offset].set(encode_rows(values, held), mode="promise_in_bounds")
+
+
 def attend(
     q: Float[Array, "T N H"],
-    kv: Real[Array, "P page K 2 H"],
+    kv: KVCache,
     metadata: AttentionMetadata,
     *,
     group: int,
@@ -34,7 +68,7 @@ def attend(
     soft_cap: float | None,
 ) -> Float[Array, "T N H"]:
     """Attends decode rows one by one, other rows in tiles; see `kernels.paged_attention`."""
-    num_kv_heads, head_dim = kv.shape[2], kv.shape[4]
+    num_kv_heads, head_dim = kv_dims(kv)[2:]
     queries = q.astype(jnp.float32).reshape(q.shape[0], num_kv_heads, -1, head_dim) * scale
     layer = _Layer(kv, metadata.page_table[group], window, soft_cap)
     out = _attend_decodes(queries, metadata, layer)
@@ -111,7 +145,7 @@ def _attend_tiles(
 class _Layer(NamedTuple):
     """One layer's cache and how queries look at it."""
 
-    kv: Array  # [P, page, K, 2, H]
+    kv: KVCache
     page_table: Array  # [B, M]
     window: int | None
     soft_cap: float | None
@@ -121,8 +155,9 @@ class _Layer(NamedTuple):
     ) -> Float32[Array, "Q K G H"]:
         """Attends queries of one row, at ascending positions; a position of -1 gives zeros."""
         num_queries, num_kv_heads, group_size, head_dim = queries.shape
-        pages_per_block = max(1, _BLOCK_KEYS // self.kv.shape[1])
-        size = pages_per_block * self.kv.shape[1]
+        page_size = kv_dims(self.kv).page_size
+        pages_per_block = max(1, _BLOCK_KEYS // page_size)
+        size = pages_per_block * page_size
         queries = jnp.swapaxes(queries, 0, 1).reshape(num_kv_heads, -1, head_dim)
         first_key, keys_end = self._first_visible(position[0]), position[-1] + 1
         position = jnp.repeat(position, group_size)[:, None]
@@ -131,13 +166,11 @@ class _Layer(NamedTuple):
             page = block * pages_per_block + jnp.arange(pages_per_block, dtype=jnp.int32)
             page = self.page_table[row, jnp.minimum(page, self.page_table.shape[1] - 1)]
             key = block * size + jnp.arange(size, dtype=jnp.int32)
-            # A slot no query sees may hold NaN, and 0 * NaN is NaN: select values as well.
-            is_seen = ((key >= first_key) & (key < keys_end))[None, :, None]
-            keys, values = self._read(page, 0), jnp.where(is_seen, self._read(page, 1), 0.0)
+            keys_and_values = self._read(page, (key >= first_key) & (key < keys_end))
             visible = key[None, :] <= position
             if self.window is not None:
                 visible &= key[None, :] >= self._first_visible(position)
-            return state.fold(queries, keys, values, visible[None], self.soft_cap)
+            return state.fold(queries, keys_and_values, visible[None], self.soft_cap)
 
         blocks_end = (keys_end + size - 1) // size
         state = _Softmax.empty(queries)
@@ -150,10 +183,41 @@ class _Layer(NamedTuple):
             return jnp.zeros_like(position)
         return jnp.maximum(position - (self.window - 1), 0)
 
-    def _read(self, page: Int32[Array, "M"], which: int) -> Float32[Array, "K S H"]:
-        """Reads the keys (0) or the values (1) of some pages."""
-        block = self.kv.at[page, :, :, which].get(mode="promise_in_bounds")
-        return decode(jnp.swapaxes(block.reshape(-1, *block.shape[2:]), 0, 1))
+    def _read(self, page: Int32[Array, "M"], is_seen: Bool[Array, "S"]) -> _Block:
+        """Reads some pages; what no query sees of them may be NaN, and only the keys stay so."""
+        # 0 * NaN is NaN: masked scores do not save the sum over the values.
+        if isinstance(self.kv, QuantizedKV):
+            scales = self.kv.scales.at[page].get(mode="promise_in_bounds")  # [M, K, 2, page]
+            key_scales, value_scales = (
+                jnp.swapaxes(scales[:, :, half], 0, 1).reshape(scales.shape[1], -1)
+                for half in range(2)
+            )
+            keys, values = (_gather(self.kv.values, page, half) for half in range(2))
+            return _Block(keys, values, key_scales, jnp.where(is_seen[None], value_scales, 0.0))
+        keys, values = (_gather(self.kv, page, half) for half in range(2))
+        return _Block(keys, jnp.where(is_seen[None, :, None], values, 0.0))
+
+
+class _Block(NamedTuple):
+    """Keys and values of some pages; of a quantized cache their codes, and the scales."""
+
+    keys: Float32[Array, "K S H"]
+    values: Float32[Array, "K S H"]
+    key_scales: Float32[Array, "K S"] | None = None
+    value_scales: Float32[Array, "K S"] | None = None
+
+
+def _gather(
+    held: Real[Array, "P page K *heads"], page: Int32[Array, "M"], half: int
+) -> Float32[Array, "K S H"]:
+    """Reads the keys (half 0) or the values (half 1) of some pages, as one gather."""
+    if held.ndim == 5:
+        block = held.at[page, :, :, half].get(mode="promise_in_bounds")
+    else:
+        head_dim = held.shape[3] // 2
+        lanes = slice(half * head_dim, (half + 1) * head_dim)
+        block = held.at[page, :, :, lanes].get(mode="promise_in_bounds")
+    return decode(jnp.swapaxes(block.reshape(-1, *block.shape[2:]), 0, 1))
 
 
 class _Softmax(NamedTuple):
@@ -172,13 +236,14 @@ class _Softmax(NamedTuple):
     def fold(
         self,
         queries: Float32[Array, "K Q H"],
-        keys: Float32[Array, "K S H"],
-        values: Float32[Array, "K S H"],
+        block: _Block,
         visible: Bool[Array, "1 Q S"],
         soft_cap: float | None,
     ) -> _Softmax:
         """Returns the state after one more block of keys."""
-        scores = jnp.einsum("KQH,KSH->KQS", queries, keys, precision="highest")
+        scores = jnp.einsum("KQH,KSH->KQS", queries, block.keys, precision="highest")
+        if block.key_scales is not None:
+            scores *= block.key_scales[:, None, :]
         if soft_cap is not None:
             scores = soft_cap * jnp.tanh(scores / soft_cap)
         scores = jnp.where(visible, scores, MASKED)
@@ -186,7 +251,9 @@ class _Softmax(NamedTuple):
         weights = jnp.where(visible, jnp.exp(scores - peak[..., None]), 0.0)
         decay = jnp.exp(self.peak - peak)
         total = self.total * decay + weights.sum(-1)
-        weighted = jnp.einsum("KQS,KSH->KQH", weights, values, precision="highest")
+        if block.value_scales is not None:
+            weights *= block.value_scales[:, None, :]
+        weighted = jnp.einsum("KQS,KSH->KQH", weights, block.values, precision="highest")
         return _Softmax(peak, total, self.weighted * decay[..., None] + weighted)
 
     def result(self) -> Float32[Array, "K Q H"]:

@@ -51,7 +51,7 @@ def programs(runner):
 
 def test_no_program_copies_a_cache(runner):
     config = runner.config
-    shape = ",".join(map(str, config.cache.shape(config.num_pages)))
+    shape = ",".join(map(str, config.cache.layer(config.num_pages).shape))
     copy = re.compile(rf"= \w+\[{shape}\]\S* copy")
     seen = 0
     for name, rung, hlo in programs(runner):

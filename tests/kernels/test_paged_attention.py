@@ -6,159 +6,59 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+import paged_attention_checks as checks
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, PartitionSpec
+from paged_attention_checks import SMALL_SPECS, TOLERANCE, small
 
-from kernels.paged_attention import IMPLEMENTATIONS, attend, choose
-from kernels.paged_attention.specs import SPECS, Spec, make_inputs
+from kernels.paged_attention import attend, kv_partition
+from kernels.paged_attention.specs import SPECS, make_inputs
 
-NAMES = sorted({name for names in IMPLEMENTATIONS.values() for name in names})
-# Float32 sums of up to a few hundred terms of size 1, in any order.
-TOLERANCE = 5e-6
-# One unit in the last place of a bfloat16 result, whose magnitude stays below 2.
-TOLERANCE_BFLOAT16 = 2**-7
-
-
-@partial(
-    jax.jit, static_argnames=("group", "scale", "window", "soft_cap", "implementation", "platform")
-)
-def jitted(q, kv, metadata, **static):
-    return attend(q, kv, metadata, platform="cpu", **static)
-
-
-def run(name, spec, inputs, **changes):
-    call = {"group": 0, "scale": spec.scale, "window": spec.window, "soft_cap": spec.soft_cap}
-    return np.asarray(jitted(*inputs, implementation=name, **(call | changes)), np.float32)
-
-
-def naive(spec, q, kv, metadata):
-    """The formula, one query and one head at a time, in float64."""
-    q, kv = np.asarray(q, np.float64), np.asarray(kv, np.float64)
-    table, starts = np.asarray(metadata.page_table[0]), np.asarray(metadata.cu_q_lens)
-    out = np.zeros(q.shape)
-    for row, (q_len, kv_len) in enumerate(spec.rows):
-        for i in range(q_len):
-            position = kv_len - q_len + i
-            first = 0 if spec.window is None else max(0, position - spec.window + 1)
-            keys = range(first, position + 1)
-            cached = np.stack(
-                [kv[table[row, j // spec.page_size], j % spec.page_size] for j in keys]
-            )
-            for head in range(spec.num_heads):
-                kv_head = head * spec.num_kv_heads // spec.num_heads
-                scores = spec.scale * cached[:, kv_head, 0] @ q[starts[row] + i, head]
-                if spec.soft_cap is not None:
-                    scores = spec.soft_cap * np.tanh(scores / spec.soft_cap)
-                weights = np.exp(scores - scores.max())
-                out[starts[row] + i, head] = weights @ cached[:, kv_head, 1] / weights.sum()
-    return out
-
-
-def small(rows, *, num_tokens=None, num_rows=None, **changes):
-    """A spec of small heads and pages."""
-    num_tokens = num_tokens or sum(q_len for q_len, _ in rows)
-    fields = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "page_size": 4, "max_pages": 50}
-    fields |= {"num_tokens": num_tokens, "num_rows": num_rows or len(rows)}
-    return Spec(rows=tuple(rows), **(fields | changes))
-
-
-MIXED = [(1, 9), (1, 1), (1, 30), (5, 5), (3, 17), (1, 1), (70, 140)]
-LENGTHS = (7, 8, 9, 12, 64)  # around the windows below and pages of 4
-SMALL_SPECS = {
-    "mixed": small(MIXED, num_tokens=100, num_rows=9),
-    "decode": small([(1, 9), (1, 1), (1, 140)], num_tokens=4, num_rows=4),
-    "soft-cap": small([(1, 9), (6, 14)], num_rows=3, soft_cap=0.5),
-    "only-prefill": small([(7, 7), (4, 12)], num_tokens=16, num_rows=32),
-    "nothing": small([], num_tokens=4, num_rows=4),
-} | {
-    f"window-{window}": small(
-        [(1, n) for n in LENGTHS] + [(n, n) for n in LENGTHS] + [(3, n) for n in LENGTHS],
-        window=window,
-    )
-    for window in (1, 7, 8, 300)
-}
+NAMES = ["reference", "xla"]
+INVARIANT = ["mixed", "decode-int8", "window-7", "groups"]
+run = partial(checks.run, "cpu")
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("spec", SMALL_SPECS.values(), ids=SMALL_SPECS)
 def test_equals_the_formula(spec, name):
-    inputs = make_inputs(spec)
-    np.testing.assert_allclose(
-        run(name, spec, inputs), naive(spec, *inputs), rtol=0, atol=TOLERANCE
-    )
+    checks.check_formula("cpu", name, spec)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "reference"])
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-def test_equals_the_reference(spec, name):
-    inputs = make_inputs(spec)
-    tolerance = TOLERANCE if spec.dtype == "float32" else TOLERANCE_BFLOAT16
-    np.testing.assert_allclose(
-        run(name, spec, inputs), run("reference", spec, inputs), rtol=0, atol=tolerance
-    )
+def test_equals_the_reference(spec):
+    checks.check_reference("cpu", "xla", spec)
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("kind", ["mixed", "decode", "window-7"])
-def test_unseen_slots_do_not_matter(kind, name):
-    """NaN in page 0, in pages of no row and behind each row's end changes no bit."""
+@pytest.mark.parametrize("kind", ["mixed", "mixed-int8"])
+def test_reads_and_writes_what_a_tpu_packs(kind, name):
+    """Keys and values of small heads in one axis."""
     spec = SMALL_SPECS[kind]
-    q, kv, metadata = make_inputs(spec)
-    kv = jnp.concatenate([kv, kv[:3]])
-    table = np.asarray(metadata.page_table[0])
-    seen = np.zeros(kv.shape[:2], bool)
-    for row, (q_len, kv_len) in enumerate(spec.rows):
-        first = 0 if spec.window is None else max(0, kv_len - q_len - spec.window + 1)
-        for j in range(first, kv_len):
-            seen[table[row, j // spec.page_size], j % spec.page_size] = True
-    assert not seen.all()
-    assert not seen[0].any()
-    poisoned = jnp.where(jnp.asarray(seen)[:, :, None, None, None], kv, jnp.nan)
-    clean, dirty = (run(name, spec, (q, each, metadata)) for each in (kv, poisoned))
-    np.testing.assert_array_equal(clean, dirty)
+    assert jax.tree.leaves(make_inputs(spec, platform="tpu")[1])[0].ndim == 4
+    checks.check_formula("tpu", name, spec)
+    checks.check_write("tpu", name, spec)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_page_numbers_do_not_matter(name):
-    spec = SMALL_SPECS["mixed"]
-    q, kv, metadata = make_inputs(spec)
-    to = np.concatenate([[0], 1 + np.random.default_rng(1).permutation(kv.shape[0] - 1)])
-    moved = dataclasses.replace(
-        metadata, page_table=jnp.asarray(to, jnp.int32)[metadata.page_table]
-    )
-    moved_kv = jnp.zeros_like(kv).at[to].set(kv)
-    np.testing.assert_array_equal(
-        run(name, spec, (q, kv, metadata)), run(name, spec, (q, moved_kv, moved))
-    )
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_padding_does_not_matter(name):
-    """More rows, tokens and table entries: the same result for tokens, zeros for padding."""
-    tight = small(MIXED)
-    loose = small(MIXED, num_tokens=128, num_rows=32, max_pages=64)
-    (q, kv, metadata), (_, _, padded) = make_inputs(tight), make_inputs(loose)
-    padded_q = jnp.full((128, 4, 8), jnp.nan).at[: tight.num_tokens].set(q)
-    expected = run(name, tight, (q, kv, metadata))
-    actual = run(name, loose, (padded_q, kv, padded))
-    np.testing.assert_allclose(actual[: tight.num_tokens], expected, rtol=0, atol=1e-6)
-    np.testing.assert_array_equal(actual[tight.num_tokens :], 0)
+@pytest.mark.parametrize("kind", INVARIANT)
+@pytest.mark.parametrize(
+    "check",
+    [checks.check_unseen_slots, checks.check_page_numbers, checks.check_padding],
+    ids=lambda check: check.__name__,
+)
+def test_does_not_depend_on(check, kind, name):
+    check("cpu", name, SMALL_SPECS[kind])
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_groups_have_their_own_page_tables(name):
-    spec = SMALL_SPECS["mixed"]
-    q, kv, metadata = make_inputs(spec)
-    both = dataclasses.replace(
-        metadata,
-        page_table=jnp.concatenate([jnp.zeros_like(metadata.page_table), metadata.page_table]),
-        slot_mapping=jnp.concatenate([metadata.slot_mapping] * 2),
-    )
-    expected = run(name, spec, (q, kv, metadata))
-    np.testing.assert_array_equal(run(name, spec, (q, kv, both), group=1), expected)
-    assert not np.array_equal(run(name, spec, (q, kv, both), group=0), expected)
+    spec = SMALL_SPECS["groups"]
+    inputs = make_inputs(spec)
+    ours, other = (run(name, spec, inputs, group=group) for group in (1, 0))
+    assert not np.array_equal(ours, other)
 
 
 @pytest.mark.parametrize("window", [None, 7])
@@ -229,14 +129,14 @@ def test_any_ragged_batch_equals_the_reference(decodes, prefills, window, seed):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("kind", ["mixed", "decode"])
+@pytest.mark.parametrize("kind", ["mixed", "mixed-int8", "decode"])
 def test_heads_split_over_a_mesh(kind, name):
     """Inside shard_map over two devices, each holds half of the heads."""
     spec = SMALL_SPECS[kind]
     inputs = make_inputs(spec)
     mesh = Mesh(np.array(jax.devices()[:2]), ("tensor",))
     call, _ = spec.prepare("cpu", name)
-    heads, kv_heads = PartitionSpec(None, "tensor"), PartitionSpec(None, None, "tensor")
+    heads, kv_heads = PartitionSpec(None, "tensor"), kv_partition(inputs[1], "tensor")
     split = jax.shard_map(
         call, mesh=mesh, in_specs=(heads, kv_heads, PartitionSpec()), out_specs=heads
     )
@@ -246,19 +146,12 @@ def test_heads_split_over_a_mesh(kind, name):
 
 
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
-@pytest.mark.parametrize("name", ["smollm2-decode-8", "smollm2-mixed"])
+@pytest.mark.parametrize("name", ["smollm2-decode-8", "smollm2-mixed", "llama70b-mixed-int8"])
 def test_lowers_for_accelerators(name, platform):
     spec = SPECS[name]
     call, inputs = spec.prepare("tpu" if platform == "tpu" else "gpu", "xla")
     lowered = jax.jit(call).trace(*inputs).lower(lowering_platforms=(platform,))
     assert "while" in lowered.as_text()
-
-
-def test_refuses_a_cache_that_needs_scales():
-    q = jax.ShapeDtypeStruct((8, 4, 8), jnp.float32)
-    kv = jax.ShapeDtypeStruct((9, 4, 2, 2, 8), jnp.int8)
-    with pytest.raises(NotImplementedError, match="xla: a cache of int8 needs scales"):
-        choose(q, kv, platform="cpu")
 
 
 @pytest.mark.parametrize(
@@ -280,7 +173,7 @@ def test_bad_arguments_are_named(changes, message):
 def test_bad_shapes_are_named():
     q, kv, metadata = make_inputs(SMALL_SPECS["mixed"])
     call = partial(attend, group=0, scale=1.0, platform="cpu")
-    with pytest.raises(ValueError, match=r"q \(100, 3, 8\) does not fit a cache of shape"):
+    with pytest.raises(ValueError, match=r"q \(100, 3, 8\) does not fit a cache of KVDims"):
         call(q[:, :3], kv, metadata)
     with pytest.raises(ValueError, match=r"slot_mapping has shape \(1, 100\).*\(1, 50\)"):
         call(q[:50], kv, metadata)

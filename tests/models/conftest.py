@@ -10,7 +10,7 @@ from models.oracle_cases import tensor
 from jaxinfer.models import load_model_module
 from jaxinfer.nn.context import ModelContext
 from jaxinfer.runner.loader import expected_shapes, load_weights, make_abstract_model
-from kernels.paged_attention import AttentionMetadata, kv_shape
+from kernels.paged_attention import AttentionMetadata, kv_partition, kv_structs
 
 PAGE_SIZE = 4
 PAGES_PER_ROW = 16
@@ -35,6 +35,12 @@ def load_model(hf_config, context):
     return model
 
 
+def _unwritten(struct):
+    """NaN where there is one."""
+    nan = jnp.nan if jnp.issubdtype(struct.dtype, jnp.floating) else jnp.iinfo(struct.dtype).max
+    return jnp.full(struct.shape, nan, struct.dtype)
+
+
 class PagedModel:
     """A model, its cache, and sequences that own shuffled pages.
 
@@ -53,11 +59,14 @@ class PagedModel:
         rng = np.random.default_rng(0)
         tables = [1 + rng.permutation(num_pages - 1) for _ in range(self.num_groups)]
         self.tables = np.stack(tables).reshape(self.num_groups, num_seqs, PAGES_PER_ROW)
-        shape = kv_shape(
+        structs = kv_structs(
             "cpu", kv_dtype, num_pages, PAGE_SIZE, model.num_cache_kv_heads, self.config.head_dim
         )
-        sharding = model.context.sharding(None, None, "tensor")
-        empty = jax.device_put(jnp.full(shape, jnp.nan, kv_dtype), sharding)
+        empty = jax.tree.map(
+            lambda struct, spec: jax.device_put(_unwritten(struct), model.context.sharding(*spec)),
+            structs,
+            kv_partition(structs, "tensor"),
+        )
         self.kv = (empty,) * self.config.num_layers
         graphdef, state = nnx.split(model)
         self.leaves, treedef = jax.tree.flatten(state)

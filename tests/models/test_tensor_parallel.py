@@ -31,6 +31,22 @@ def test_two_devices_equal_one(config):
     assert {shard.data.shape[2] for shard in shards} == {1}
 
 
+def test_a_quantized_cache_is_split_with_its_scales():
+    config = hf_config("llama")
+    ids = token_ids(config)
+    exact, one, two = (
+        PagedModel(load_model(config, make_context(tensor_parallel)), 1, kv_dtype=kv_dtype)
+        for tensor_parallel, kv_dtype in ((1, np.float32), (1, np.int8), (2, np.int8))
+    )
+    for chunk, num_tokens in ((ids[:21], 24), (ids[21:22], None)):
+        expected, *actual = (model.step({0: chunk}, num_tokens)[0] for model in (exact, one, two))
+        # Keys and values of 8 bits; over two devices a few may be rounded the other way.
+        for logits in actual:
+            assert np.sqrt(np.mean((logits - expected) ** 2)) < 0.02 * np.std(expected)
+    assert {shard.data.shape[1] for shard in two.kv[0].scales.addressable_shards} == {1}
+    assert {shard.data.shape[2] for shard in two.kv[0].values.addressable_shards} == {1}
+
+
 def test_logits_are_on_every_device():
     model = load_model(hf_config("llama"), make_context(tensor_parallel=2))
     logits = model.logits(jnp.ones((2, 64), jnp.float32))

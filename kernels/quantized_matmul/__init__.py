@@ -1,0 +1,98 @@
+"""`x @ dequantize(w).T` for weights that stay quantized: int8, fp8 and 4-bit codes in groups.
+
+Implementations: `reference` (the contract), `xla` (any backend). To add one, write its module with
+`supports(x, w)` and `matmul(x, w)` and name it in `IMPLEMENTATIONS`.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
+from jaxtyping import Float
+
+from kernels import dispatch
+from kernels.quantized_matmul.format import (
+    FORMATS,
+    LAYOUTS,
+    QFormat,
+    QTensor,
+    dequantize,
+    prepare,
+    quantize,
+)
+
+__all__ = [
+    "FORMATS",
+    "IMPLEMENTATIONS",
+    "LAYOUTS",
+    "QFormat",
+    "QTensor",
+    "choose",
+    "dequantize",
+    "matmul",
+    "prepare",
+    "quantize",
+]
+
+IMPLEMENTATIONS = {
+    "cpu": ("xla", "reference"),
+    "gpu": ("xla", "reference"),
+    "tpu": ("xla", "reference"),
+}
+
+
+def matmul(
+    x: Float[Array, "T I"],
+    w: QTensor,
+    *,
+    platform: str,
+    implementation: str | None = None,
+    out_dtype: DTypeLike | None = None,
+) -> Float[Array, "T O"]:
+    """Returns `x @ dequantize(w).T`, in `out_dtype` or x's dtype, rounded once.
+
+    Weights are dequantized as they are read. With `w.activations == "float"` products are of x's
+    dtype (a bfloat16 x meets weights rounded to bfloat16); with "int8" each row of x is rounded to
+    `round(127 x / max|x|)` first and products are exact. Sums are float32 (int32 within a group).
+
+    Args:
+      x: activations, in the columns' logical order.
+      w: the weight, best in `prepare`'s layout for the platform.
+      platform: `cpu`, `gpu` or `tpu`, where this will run.
+      implementation: the only one to consider; None for the best that supports the call.
+      out_dtype: of the result.
+
+    Raises:
+      ValueError: x's columns are not w's; `platform` or `implementation` is unknown.
+      NotImplementedError: no implementation supports the call; names each one's reason.
+    """
+    if x.ndim != 2 or x.shape[1] != w.shape[1]:
+        raise ValueError(f"x {x.shape} does not fit a weight [O, I] of shape {w.shape}")
+    if w.perm is not None:
+        x = jnp.take(x, w.perm, axis=1)
+    module = choose(x, w, platform=platform, implementation=implementation).module
+    return module.matmul(x, w).astype(out_dtype or x.dtype)
+
+
+def choose(
+    x: Array | jax.ShapeDtypeStruct,
+    w: QTensor,
+    *,
+    platform: str,
+    implementation: str | None = None,
+) -> dispatch.Choice:
+    """Returns what `matmul` runs for such arrays (shapes are enough), with each refusal's reason.
+
+    Raises:
+      ValueError: `platform` or `implementation` is unknown.
+      NotImplementedError: no implementation supports the call.
+    """
+    return dispatch.choose(
+        __name__,
+        IMPLEMENTATIONS,
+        platform=platform,
+        requested=implementation,
+        supports=lambda module: module.supports(x, w),
+    )

@@ -1,0 +1,333 @@
+"""Quantized weights: codes in groups along the input axis, with a scale and maybe an offset each.
+
+The one place that knows how codes are packed and how each platform wants them laid out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import PartitionSpec
+from jaxtyping import Float, Float32, UInt8
+
+Leaf: TypeAlias = Any  # an Array, or whatever a transformation puts in its place in the pytree
+Code: TypeAlias = Literal["int8", "fp8", "int4", "uint4"]
+Activations: TypeAlias = Literal["float", "int8"]
+
+GROUP_SIZES = (16, 32, 64, 128)
+"""Weights per scale along I; the whole row, I, is allowed as well."""
+
+NF4 = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
+    *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
+    *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941),
+    *(0.7229568362236023, 1.0),
+)
+"""The 16 values of NormalFloat4 (arXiv 2305.14314, appendix E)."""
+
+_SIGNED_BIAS = 8  # an int4 code -8..7 is stored as 0..15
+_LARGEST = {"int8": 127.0, "fp8": 448.0, "int4": 7.0}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a platform wants the arrays of a QTensor.
+
+    Attributes:
+      nibble_chunk: columns whose codes share `nibble_chunk / 2` bytes: byte j of a chunk holds the
+        code of the chunk's column j in its low half, of column `j + nibble_chunk / 2` in its high.
+        2 is the canonical order: even columns low.
+      native_int4: 4-bit codes are a `jnp.int4` or `jnp.uint4` array `[O, I]` instead.
+      groups_first: scale and offset are `[I / group_size, O]` instead of `[O, I / group_size]`.
+    """
+
+    nibble_chunk: int = 2
+    native_int4: bool = False
+    groups_first: bool = False
+
+
+CANONICAL = Layout()
+LAYOUTS = {
+    "cpu": CANONICAL,
+    "gpu": Layout(nibble_chunk=64, groups_first=True),
+    "tpu": Layout(native_int4=True, groups_first=True),
+}
+
+
+@dataclass(frozen=True)
+class QFormat:
+    """What weights are quantized to.
+
+    Attributes:
+      code: `int8` (-127..127), `fp8` (float8_e4m3fn), `int4` (-8..7), `uint4` (0..15).
+      group_size: weights along I that share a scale, one of GROUP_SIZES; None for a whole row.
+      has_offset: `w = scale * q + offset` with an offset per group, else `w = scale * q`.
+      codebook: 16 values for `uint4` codes: `w = scale * codebook[q]`.
+      activations: `float` multiplies by x as it is; `int8` rounds each row of x to 255 steps.
+    """
+
+    code: Code
+    group_size: int | None = None
+    has_offset: bool = False
+    codebook: tuple[float, ...] | None = None
+    activations: Activations = "float"
+
+    def __post_init__(self) -> None:
+        if self.group_size is not None and self.group_size not in GROUP_SIZES:
+            raise ValueError(f"group_size {self.group_size}: pass one of {GROUP_SIZES} or None")
+        if self.code == "uint4" and self.has_offset == (self.codebook is not None):
+            raise ValueError("uint4 codes need either an offset or a codebook")
+        if self.code != "uint4" and (self.has_offset or self.codebook):
+            raise ValueError(f"only uint4 codes have an offset or a codebook, not {self.code}")
+        if self.codebook is not None and len(self.codebook) != 16:
+            raise ValueError(f"a codebook has 16 values, not {len(self.codebook)}")
+
+
+FORMATS = {
+    "int8": QFormat("int8"),
+    "int8-g128": QFormat("int8", 128),
+    "w8a8": QFormat("int8", activations="int8"),
+    "fp8": QFormat("fp8"),
+    "int4": QFormat("int4", 128),
+    "int4-g32": QFormat("int4", 32),
+    "uint4-g32": QFormat("uint4", 32, has_offset=True),
+    "nf4": QFormat("uint4", 64, codebook=NF4),
+}
+"""Formats by the names that flags and specs use."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class QTensor:
+    """A logical matrix `[O, I]`, kept as codes: a pytree whose leaves are its arrays.
+
+    With q the code as a number and g its group, in float32:
+
+        w = scale[g] * q + offset[g]      or      w = scale[g] * codebook[q]
+
+    Invariants: `I % group_size == 0`; offset and codebook only with `uint4`, never both; scale and
+    offset have one shape and keep their source's exact values (float16, bfloat16 or float32).
+
+    Attributes:
+      qvalue: int8 or float8_e4m3fn `[O, I]`; 4-bit codes two a byte, uint8 `[O, I / 2]`, or as
+        `layout` says. An `int4` code q is stored as q + 8.
+      scale, offset: `[O, I / group_size]`, or as `layout` says; offset may be None.
+      codebook: float32 `[16]` or None.
+      perm: int32 `[I]` or None: column i multiplies `x[:, perm[i]]` (act-order checkpoints).
+      code, group_size, activations: see QFormat; group_size is never None here.
+      layout: where the codes are.
+    """
+
+    qvalue: Leaf
+    scale: Leaf
+    offset: Leaf = None
+    codebook: Leaf = None
+    perm: Leaf = None
+    code: Code = field(default="int8", metadata={"static": True})
+    group_size: int = field(default=0, metadata={"static": True})
+    activations: Activations = field(default="float", metadata={"static": True})
+    layout: Layout = field(default=CANONICAL, metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The logical shape (O, I)."""
+        rows, columns = self.qvalue.shape
+        return rows, columns * (2 if self.qvalue.dtype == jnp.uint8 else 1)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes its arrays take; 4-bit codes count half a byte."""
+        rows, columns = self.shape
+        others = (self.scale, self.offset, self.codebook, self.perm)
+        code_bytes = rows * columns // (2 if self.is_4bit else 1)
+        return code_bytes + sum(a.size * a.dtype.itemsize for a in others if a is not None)
+
+    @property
+    def is_4bit(self) -> bool:
+        """Whether codes have four bits."""
+        return self.code in ("int4", "uint4")
+
+
+def quantize(
+    weight: Float[Array, "O I"], fmt: QFormat, scale_dtype: jax.typing.DTypeLike = jnp.float32
+) -> QTensor:
+    """Rounds a matrix to a format by each group's range, in the canonical layout.
+
+    Symmetric codes use `scale = max|w| / largest code`; offsets are the group's minimum.
+
+    Raises:
+      ValueError: the group size does not divide I, or 4-bit codes meet an odd I.
+    """
+    num_rows, num_columns = weight.shape
+    group_size = fmt.group_size or num_columns
+    if num_columns % group_size or (fmt.code.endswith("int4") and num_columns % 2):
+        raise ValueError(
+            f"a matrix {weight.shape} cannot be quantized to {fmt.code} in groups of {group_size}: "
+            f"I must be a multiple of the group size, and even for 4-bit codes"
+        )
+    groups = weight.astype(jnp.float32).reshape(num_rows, -1, group_size)
+    offset = codebook = None
+    if fmt.has_offset:
+        offset = groups.min(-1).astype(scale_dtype)
+        spread = groups.max(-1) - offset.astype(jnp.float32)
+        scale = (spread / 15.0).astype(scale_dtype)
+        scaled = _divide(groups - offset.astype(jnp.float32)[..., None], scale)
+        codes = jnp.clip(jnp.round(scaled), 0, 15)
+    elif fmt.codebook is not None:
+        codebook = jnp.asarray(fmt.codebook, jnp.float32)
+        scale = (jnp.abs(groups).max(-1) / max(map(abs, fmt.codebook))).astype(scale_dtype)
+        codes = _nearest(_divide(groups, scale), fmt.codebook)
+    else:
+        largest = _LARGEST[fmt.code]
+        scale = (jnp.abs(groups).max(-1) / largest).astype(scale_dtype)
+        codes = jnp.clip(_divide(groups, scale), -largest, largest)
+        codes = codes if fmt.code == "fp8" else jnp.round(codes)
+    return QTensor(
+        _store(codes.reshape(num_rows, num_columns), fmt.code),
+        scale,
+        offset,
+        codebook,
+        code=fmt.code,
+        group_size=group_size,
+        activations=fmt.activations,
+    )
+
+
+def dequantize(w: QTensor) -> Float32[Array, "O I"]:
+    """Returns the matrix a QTensor of any layout stands for; columns stay in the stored order."""
+    w = prepare(w, CANONICAL)
+    codes = decode(w)
+    if w.codebook is not None:
+        codes = w.codebook[codes.astype(jnp.int32)]
+    groups = codes.astype(jnp.float32).reshape(w.shape[0], -1, w.group_size)
+    weight = groups * w.scale.astype(jnp.float32)[..., None]
+    if w.offset is not None:
+        weight = weight + w.offset.astype(jnp.float32)[..., None]
+    return weight.reshape(w.shape)
+
+
+def decode(w: QTensor) -> Array:
+    """Returns the codes `[O, I]` of a canonical QTensor: int8 numbers, or float8 as they are."""
+    if not w.is_4bit:
+        return w.qvalue
+    codes = unpack_nibbles(w.qvalue).astype(jnp.int8)
+    return codes - jnp.int8(_SIGNED_BIAS) if w.code == "int4" else codes
+
+
+def prepare(w: QTensor, layout: Layout | str) -> QTensor:
+    """Returns the same matrix in another layout, or in that of a platform ("cpu", "gpu", "tpu").
+
+    Raises:
+      ValueError: 4-bit codes whose I is not a multiple of the layout's chunk.
+    """
+    if isinstance(layout, str):
+        layout = LAYOUTS[layout]
+    if layout == w.layout:
+        return w
+    qvalue = _rearrange(w, layout) if w.is_4bit else w.qvalue
+    scale, offset = w.scale, w.offset
+    if layout.groups_first != w.layout.groups_first:
+        scale, offset = scale.T, None if offset is None else offset.T
+    return dataclasses.replace(w, qvalue=qvalue, scale=scale, offset=offset, layout=layout)
+
+
+def pack_nibbles(codes: UInt8[Array, "O I"], chunk: int = 2) -> UInt8[Array, "O half"]:
+    """Packs codes 0..15 two a byte in the order of `Layout.nibble_chunk`."""
+    num_rows, num_columns = codes.shape
+    if num_columns % chunk:
+        raise ValueError(f"{num_columns} columns of 4-bit codes are not a multiple of {chunk}")
+    halves = codes.reshape(num_rows, -1, 2, chunk // 2)
+    return (halves[:, :, 0] | (halves[:, :, 1] << 4)).reshape(num_rows, -1)
+
+
+def unpack_nibbles(packed: UInt8[Array, "O half"], chunk: int = 2) -> UInt8[Array, "O I"]:
+    """Undoes `pack_nibbles`."""
+    halves = packed.reshape(packed.shape[0], -1, 1, chunk // 2)
+    return jnp.concatenate([halves & 0xF, halves >> 4], axis=2).reshape(packed.shape[0], -1)
+
+
+def quantize_rows(x: Float[Array, "T I"]) -> tuple[Array, Float32[Array, "T 1"]]:
+    """Returns each row as int8 codes and its scale, `max|x| / 127`: what `int8` activations are."""
+    x = x.astype(jnp.float32)
+    scale = jnp.abs(x).max(1, keepdims=True) / 127.0
+    return jnp.round(_divide(x, scale[:, 0])).astype(jnp.int8), scale
+
+
+def _rearrange(w: QTensor, layout: Layout) -> Array:
+    """Moves 4-bit codes from one layout to another."""
+    bias = np.uint8(_SIGNED_BIAS if w.code == "int4" else 0)
+    native = jnp.int4 if w.code == "int4" else jnp.uint4
+    if w.layout.native_int4:
+        # int8 arithmetic wraps, so adding the bias as uint8 is right for negative codes too.
+        codes = w.qvalue.astype(jnp.int8).astype(jnp.uint8) + bias
+    else:
+        codes = unpack_nibbles(w.qvalue, w.layout.nibble_chunk)
+    if layout.native_int4:
+        return (codes - bias).astype(jnp.int8).astype(native)
+    return pack_nibbles(codes, layout.nibble_chunk)
+
+
+def _store(codes: Array, code: Code) -> Array:
+    """Returns float codes as a canonical QTensor keeps them."""
+    if code == "fp8":
+        return codes.astype(jnp.float8_e4m3fn)
+    if code == "int8":
+        return codes.astype(jnp.int8)
+    return pack_nibbles((codes + (_SIGNED_BIAS if code == "int4" else 0)).astype(jnp.uint8))
+
+
+def _divide(values: Array, scale: Array) -> Float32[Array, "..."]:
+    """Returns `values / scale[..., None]`, zero where the scale is zero."""
+    scale = scale.astype(jnp.float32)[..., None]
+    return jnp.where(scale == 0, 0.0, values / jnp.where(scale == 0, 1.0, scale))
+
+
+def _nearest(values: Array, codebook: tuple[float, ...]) -> Array:
+    """Returns the index of the nearest codebook value; the codebook may be in any order."""
+    order = np.argsort(codebook, kind="stable")
+    ordered = np.asarray(codebook, np.float32)[order]
+    middles = jnp.asarray((ordered[1:] + ordered[:-1]) / 2)
+    index = jnp.searchsorted(middles, values, method="compare_all")
+    return jnp.asarray(order.astype(np.float32))[index]
+
+
+def partition_specs(
+    w: QTensor, split: Literal["column", "row"] | None, axis: str | None
+) -> QTensor:
+    """Returns w with each array replaced by its PartitionSpec.
+
+    Args:
+      w: a weight; `jax.ShapeDtypeStruct` leaves are enough.
+      split: "column" divides O over the mesh axis, "row" divides I, None copies everything.
+      axis: the mesh axis.
+
+    Raises:
+      ValueError: `row` with permuted columns, whose order belongs to the whole row.
+    """
+    if split == "row" and w.perm is not None:
+        raise ValueError("a weight with permuted columns cannot be split along I")
+    rows = axis if split == "column" else None
+    columns = axis if split == "row" else None
+    groups = columns if w.group_size != w.shape[1] else None
+    group_spec = (
+        PartitionSpec(groups, rows) if w.layout.groups_first else PartitionSpec(rows, groups)
+    )
+    return dataclasses.replace(
+        w,
+        qvalue=PartitionSpec(rows, columns),
+        scale=group_spec,
+        offset=None if w.offset is None else group_spec,
+        codebook=None if w.codebook is None else PartitionSpec(),
+        perm=None if w.perm is None else PartitionSpec(),
+    )
+
+
+def local_part(w: QTensor) -> QTensor:
+    """Returns a device's part of a split weight as a QTensor of its own (inside `shard_map`)."""
+    return dataclasses.replace(w, group_size=min(w.group_size, w.shape[1]))

@@ -1,0 +1,22 @@
+"""Quantized matmul as its definition reads: dequantize to float32, multiply. Slow, for tests."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Float32
+
+from kernels.quantized_matmul.format import QTensor, dequantize, quantize_rows
+
+
+def supports(x: Array, w: QTensor) -> None:
+    """Refuses nothing."""
+
+
+def matmul(x: Float[Array, "T I"], w: QTensor) -> Float32[Array, "T O"]:
+    """Returns `x @ dequantize(w).T` with every product and sum in float32."""
+    rows = x.astype(jnp.float32)
+    if w.activations == "int8":
+        codes, row_scale = quantize_rows(rows)
+        rows = codes.astype(jnp.float32) * row_scale
+    return jnp.einsum("TI,OI->TO", rows, dequantize(w), precision="highest")

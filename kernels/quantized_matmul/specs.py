@@ -1,0 +1,104 @@
+"""Named, realistic calls of quantized matmul: the same for tests, tuning and bench."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from kernels.quantized_matmul import matmul
+from kernels.quantized_matmul.format import FORMATS, NF4, QFormat, QTensor, prepare, quantize
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One call: `x[num_tokens, in_features]` by a weight `[out_features, in_features]`.
+
+    Attributes:
+      fmt: what the weight is quantized to.
+      dtype, scale_dtype: of x, and of the weight's scales and offsets.
+      has_perm: columns are permuted, as in act-order checkpoints.
+    """
+
+    num_tokens: int
+    out_features: int
+    in_features: int
+    fmt: QFormat
+    dtype: str = "float32"
+    scale_dtype: str = "float32"
+    has_perm: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that must move: the weight, x and the result once."""
+        rows = self.num_tokens * (self.in_features + self.out_features)
+        bits = 4 if self.fmt.code.endswith("int4") else 8
+        weights = self.out_features * self.in_features
+        groups = weights // (self.fmt.group_size or self.in_features) * (1 + self.fmt.has_offset)
+        scale_bytes = groups * jnp.dtype(self.scale_dtype).itemsize
+        return rows * jnp.dtype(self.dtype).itemsize + weights * bits // 8 + scale_bytes
+
+    def prepare(
+        self, platform: str, implementation: str
+    ) -> tuple[Callable[..., Array], tuple[Array, QTensor]]:
+        """Returns `matmul` as a function of arrays, and arrays for it."""
+        call = partial(matmul, platform=platform, implementation=implementation)
+        return call, make_inputs(self, platform=platform)
+
+
+_SMALL = partial(Spec, out_features=384, in_features=512)
+_LLAMA_8B_UP = partial(Spec, out_features=28672, in_features=4096, dtype="bfloat16")
+_LLAMA_8B_DOWN = partial(Spec, out_features=4096, in_features=14336, dtype="bfloat16")
+
+SPECS: dict[str, Spec] = {
+    "int8-decode-1": _SMALL(1, fmt=FORMATS["int8"]),
+    "int8-decode-16": _SMALL(16, fmt=FORMATS["int8"], dtype="bfloat16"),
+    "int8-g128-decode-8": _SMALL(8, fmt=FORMATS["int8-g128"]),
+    "int8-g16-decode-4": _SMALL(4, fmt=QFormat("int8", 16), scale_dtype="float16"),
+    "int8-prefill-200": _SMALL(200, fmt=FORMATS["int8"]),
+    "int8-perm-decode-3": _SMALL(3, fmt=FORMATS["int8-g128"], has_perm=True),
+    "w8a8-decode-16": _SMALL(16, fmt=FORMATS["w8a8"]),
+    "w8a8-g128-prefill-100": _SMALL(100, fmt=QFormat("int8", 128, activations="int8")),
+    "fp8-decode-8": _SMALL(8, fmt=FORMATS["fp8"]),
+    "fp8-g128-prefill-64": _SMALL(64, fmt=QFormat("fp8", 128), dtype="bfloat16"),
+    "int4-decode-1": _SMALL(1, fmt=FORMATS["int4"]),
+    "int4-decode-64": _SMALL(64, fmt=FORMATS["int4"], dtype="bfloat16"),
+    "int4-g32-decode-8": _SMALL(8, fmt=FORMATS["int4-g32"], scale_dtype="float16"),
+    "int4-g16-decode-2": _SMALL(2, fmt=QFormat("int4", 16)),
+    "int4-row-decode-4": _SMALL(4, fmt=QFormat("int4")),
+    "int4-prefill-150": _SMALL(150, fmt=FORMATS["int4"]),
+    "uint4-g32-decode-8": _SMALL(8, fmt=FORMATS["uint4-g32"]),
+    "uint4-g32-prefill-70": _SMALL(70, fmt=FORMATS["uint4-g32"], dtype="bfloat16"),
+    "uint4-g64-decode-5": _SMALL(5, fmt=QFormat("uint4", 64, has_offset=True)),
+    "nf4-decode-8": _SMALL(8, fmt=FORMATS["nf4"]),
+    "nf4-g128-prefill-90": _SMALL(90, fmt=QFormat("uint4", 128, codebook=NF4)),
+    "smollm2-qkv-int4-g32-decode-2": Spec(2, 960, 576, FORMATS["int4-g32"]),
+    "smollm2-down-int8-prefill-33": Spec(33, 576, 1536, FORMATS["int8"]),
+}
+"""Small enough to interpret."""
+
+LARGE_SPECS: dict[str, Spec] = {
+    f"llama8b-{name}-{fmt}-{num_tokens}": make(num_tokens, fmt=FORMATS[fmt])
+    for name, make in (("up", _LLAMA_8B_UP), ("down", _LLAMA_8B_DOWN))
+    for fmt in ("int8", "w8a8", "fp8", "int4", "int4-g32", "uint4-g32", "nf4")
+    for num_tokens in (1, 16, 64, 512)
+}
+"""One layer of an 8B model: what is compiled for chips, tuned and timed."""
+
+
+def make_inputs(spec: Spec, seed: int = 0, platform: str = "cpu") -> tuple[Array, QTensor]:
+    """Returns random `(x, w)` of a spec, the weight laid out for a platform."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((spec.num_tokens, spec.in_features), np.float32)
+    weight = rng.standard_normal((spec.out_features, spec.in_features), np.float32)
+    weight *= spec.in_features**-0.5
+    w = quantize(jnp.asarray(weight), spec.fmt, spec.scale_dtype)
+    if spec.has_perm:
+        perm = jnp.asarray(rng.permutation(spec.in_features), jnp.int32)
+        w = dataclasses.replace(w, perm=perm)
+    return jnp.asarray(x, spec.dtype), prepare(w, platform)
