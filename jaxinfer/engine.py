@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 from jaxinfer.outputs import OutputDelta
 from jaxinfer.request import Completion, EngineRequest, QueueFullError
-from jaxinfer.runner.model_runner import ModelRunner, PendingStep, RowResult
+from jaxinfer.runner.model_runner import ModelRunner, PendingStep
+from jaxinfer.runner.output_reader import RowResult
 from jaxinfer.runner.row_state import MAX_STOP_IDS
 from jaxinfer.sampling_params import InvalidParameter, SamplingParams
 from jaxinfer.scheduler.plan import PlannedRow, StepPlan

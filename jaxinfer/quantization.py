@@ -32,10 +32,11 @@ SCHEMES: Mapping[str, QuantScheme] = {
 
 
 def width_multiple(fmt: QFormat | None) -> int:
-    """Returns what a padded width should be a multiple of, so that the format fits unchanged."""
-    if fmt is None:
-        return 1
-    return max(fmt.group_size or 1, 64 if fmt.code.endswith("int4") else 1)
+    """Returns what a padded width should be a multiple of, so that the format fits unchanged.
+
+    It is the largest group and a TPU's lanes: rows of other widths are copied at every call there.
+    """
+    return 1 if fmt is None else max(GROUP_SIZES)
 
 
 def fit_format(fmt: QFormat, in_features: int, devices: int, platform: str) -> QFormat:

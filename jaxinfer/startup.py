@@ -217,6 +217,8 @@ def _kv_dtype(config: EngineConfig, platform: str) -> np.dtype:
     name = config.kv_cache_dtype
     if name == "auto":
         name = "float32" if config.exact or platform == "cpu" else "bfloat16"
+    if platform == "tpu" and name == "float16":
+        raise ConfigError("kv_cache_dtype float16: a TPU has none; choose bfloat16 or float32")
     return paged_attention.kv_dtype(platform, jax.numpy.dtype(name))
 
 
@@ -271,6 +273,7 @@ def _make_runner(
         num_kv_heads=model.num_cache_kv_heads,
         head_dim=model_config.head_dim,
         page_size=config.page_size or default_page_size(context.platform),
+        num_shards=context.tensor_parallel,
     )
     budget = config.max_num_batched_tokens
     if budget is None:

@@ -28,3 +28,12 @@ def load_as(ref: Any, layout: Any, **options: Any) -> Any:
     load = import_module("jax.experimental.pallas.mosaic_gpu").load
     index = ((),) if "idx" in inspect.signature(load).parameters else ()
     return load(ref, *index, layout=layout, **options)
+
+
+def store_as_is(ref: Any, value: Any) -> None:
+    """Stores to a reference in a Mosaic GPU kernel even where threads' stores conflict."""
+    mosaic_gpu = import_module("jax.experimental.pallas.mosaic_gpu")
+    if hasattr(mosaic_gpu, "store"):
+        mosaic_gpu.store(ref, value, optimized=False)
+    else:
+        ref[...] = value

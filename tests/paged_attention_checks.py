@@ -15,7 +15,7 @@ import numpy as np
 
 from kernels import device
 from kernels.paged_attention import QuantizedKV, attend, kv_dims, write
-from kernels.paged_attention.cache import encode
+from kernels.paged_attention.cache import encode_rows, held_by, holding, read_pages, values_of
 from kernels.paged_attention.specs import Spec, make_inputs
 
 # Float32 sums of up to a few hundred terms of size 1, in any order.
@@ -97,21 +97,28 @@ def bits(held):
     return held.view(f"u{held.itemsize}")
 
 
-def values_of(kv):
-    """The keys and values that a cache stands for, float64 `[P, page, K, 2, H]`."""
+def elements_of(kv):
+    """The elements `[P, page, K, 2, H]` of a cache, as they are, and scales `[P, page, K, 2]`."""
     dims = kv_dims(kv)
-    held = np.asarray(kv.values if isinstance(kv, QuantizedKV) else kv)
-    if held.dtype == np.uint16:
-        held = held.view(jnp.bfloat16)
-    values = held.astype(np.float64).reshape(*dims[:3], 2, dims.head_dim)
-    if isinstance(kv, QuantizedKV):
-        values *= np.asarray(kv.scales, np.float64).transpose(0, 3, 1, 2)[..., None]
-    return values
+    pages = jnp.arange(dims.num_pages, dtype=jnp.int32)
+    elements = np.asarray(read_pages(values_of(kv), pages))
+    if elements.dtype == np.uint16:
+        elements = elements.view(jnp.bfloat16)
+    if not isinstance(kv, QuantizedKV):
+        return elements, None
+    return elements, np.asarray(kv.scales)[..., : dims.page_size].transpose(0, 3, 1, 2)
+
+
+def numbers_of(kv):
+    """The keys and values that a cache stands for, float64 `[P, page, K, 2, H]`."""
+    elements, scales = elements_of(kv)
+    numbers = elements.astype(np.float64)
+    return numbers if scales is None else numbers * scales.astype(np.float64)[..., None]
 
 
 def formula(spec, q, kv, metadata):
     """Attention, one query and one head at a time, in float64."""
-    q, cache = np.asarray(q, np.float64), values_of(kv)
+    q, cache = np.asarray(q, np.float64), numbers_of(kv)
     table, starts = np.asarray(metadata.page_table[spec.group]), np.asarray(metadata.cu_q_lens)
     out = np.zeros(q.shape)
     for row, (q_len, kv_len) in enumerate(spec.rows):
@@ -143,14 +150,18 @@ def poison(spec, kv, metadata):
     assert not seen.all()
     assert not seen[0].any()
 
-    def keep_seen(held, garbage):
-        mask = jnp.asarray(seen).reshape(*seen.shape, *[1] * (held.ndim - 2))
-        return jnp.where(mask, held, garbage)
-
-    if isinstance(kv, QuantizedKV):
-        scales = jnp.where(jnp.asarray(seen)[:, None, None, :], kv.scales, jnp.nan)
-        return QuantizedKV(keep_seen(kv.values, jnp.int8(127)), scales)
-    return keep_seen(kv, encode(jnp.float32(jnp.nan), kv.dtype))
+    values = values_of(kv)
+    shape = (1, dims.num_kv_heads, 2, dims.head_dim)
+    garbage = jnp.full(shape, 127, jnp.int8)
+    if not isinstance(kv, QuantizedKV):
+        garbage = jnp.full(shape, jnp.nan, jnp.float32)
+    held = held_by(values)
+    mask = jnp.asarray(seen).reshape(*seen.shape, *[1] * (held.ndim - 2))
+    values = holding(jnp.where(mask, held, encode_rows(garbage, values)[None]), values)
+    if not isinstance(kv, QuantizedKV):
+        return values
+    seen = np.pad(seen, ((0, 0), (0, kv.scales.shape[-1] - dims.page_size)))
+    return QuantizedKV(values, jnp.where(jnp.asarray(seen)[:, None, None], kv.scales, jnp.nan))
 
 
 def with_unused_pages(kv):
@@ -242,9 +253,9 @@ def check_write(platform, implementation, spec):
     assert live.sum() == sum(q_len for q_len, _ in spec.rows)
     place, new = np.asarray(slots)[live], np.asarray(new_kv)[live]
     others = np.setdiff1d(np.arange(dims.page_size, dims.num_pages * dims.page_size), place)
-    for after, before in zip(_leaves_by_slot(written), _leaves_by_slot(kv), strict=True):
+    for after, before in zip(_by_slot(written), _by_slot(kv), strict=True):
         np.testing.assert_array_equal(bits(after)[others], bits(before)[others])
-    values, *scales = _leaves_by_slot(written)
+    values, *scales = _by_slot(written)
     values = values[place].reshape(new.shape)
     if isinstance(kv, QuantizedKV):
         new, scale = new.astype(np.float64), scales[0][place].astype(np.float64)
@@ -257,9 +268,6 @@ def check_write(platform, implementation, spec):
         np.testing.assert_array_equal(bits(values), bits(rounded))
 
 
-def _leaves_by_slot(kv):
-    """The arrays of a cache with one row per slot."""
-    leaves = [kv]
-    if isinstance(kv, QuantizedKV):
-        leaves = [kv.values, jnp.moveaxis(kv.scales, 3, 1)]
-    return [np.asarray(leaf).reshape(-1, *leaf.shape[2:]) for leaf in leaves]
+def _by_slot(kv):
+    """The elements of a cache, and its scales if it has any, with one row per slot."""
+    return [part.reshape(-1, *part.shape[2:]) for part in elements_of(kv) if part is not None]

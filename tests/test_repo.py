@@ -97,7 +97,8 @@ def test_flags_in_the_readme_exist():
     known = set(re.findall(r"--[a-z][a-z-]+", listed))
     used = [flag for line in console_lines() if "serve" in line for flag in line.split()]
     used += re.findall(r"`(--[a-z-]+)", README)
-    assert {flag for flag in used if flag.startswith("--")} <= known | {"--help"}
+    # The last is one of `kernels.bench`.
+    assert {flag for flag in used if flag.startswith("--")} <= known | {"--help", "--tune"}
 
 
 @pytest.mark.parametrize("arguments", [["-c", "import jaxinfer"], ["-m", "jaxinfer", "--help"]])

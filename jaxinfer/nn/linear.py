@@ -96,7 +96,9 @@ class Linear(nnx.Module):
         """Returns the product in `out_dtype`, by default the activation dtype."""
         weight = self.weight.get_value()
         if isinstance(weight, QTensor):
-            y = self._quantized_product(x.astype(self.context.dtype), weight)
+            is_done = self.bias is None and not self._is_summed
+            rounded = (out_dtype or self.context.dtype) if is_done else jnp.float32
+            y = self._quantized_product(x.astype(self.context.dtype), weight, rounded)
         else:
             y = self._product(x.astype(weight.dtype), weight)
         if self.bias is not None:
@@ -118,8 +120,15 @@ class Linear(nnx.Module):
         # keeps XLA from turning the product around again.
         return jax.lax.optimization_barrier(dot(weight, x)).T
 
-    def _quantized_product(self, x: Float[Array, "T I"], weight: QTensor) -> Float[Array, "T O"]:
-        """Returns x Wᵀ in float32: kernels see each device's own part, whole groups of it."""
+    @property
+    def _is_summed(self) -> bool:
+        """Whether a result is the sum of several devices' products."""
+        return self.sharding == "row" and self.context.tensor_parallel > 1
+
+    def _quantized_product(
+        self, x: Float[Array, "T I"], weight: QTensor, out_dtype: DTypeLike
+    ) -> Float[Array, "T O"]:
+        """Returns x Wᵀ: kernels see each device's own part, whole groups of it."""
 
         def multiply(x: jax.Array, weight: QTensor) -> jax.Array:
             y = quantized_matmul.matmul(
@@ -127,9 +136,9 @@ class Linear(nnx.Module):
                 local_part(weight),
                 platform=self.context.platform,
                 implementation=self.context.matmul,
-                out_dtype=jnp.float32,
+                out_dtype=out_dtype,
             )
-            return jax.lax.psum(y, "tensor") if self.sharding == "row" else y
+            return jax.lax.psum(y, "tensor") if self._is_summed else y
 
         by_columns = PartitionSpec(None, "tensor")
         run = jax.shard_map(

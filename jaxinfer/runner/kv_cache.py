@@ -27,6 +27,7 @@ class CacheSpec:
       dtype: keys and values are held in, `kernels.paged_attention.kv_dtype`.
       num_layers, num_kv_heads, head_dim: of the model, KV heads after replication.
       page_size: tokens per page.
+      num_shards: devices that the KV heads are split over.
     """
 
     platform: str
@@ -35,6 +36,7 @@ class CacheSpec:
     num_kv_heads: int
     head_dim: int
     page_size: int
+    num_shards: int = 1
 
     def layer(self, num_pages: int) -> KVStruct:
         """What holds one layer: a struct, or a pytree of them."""
@@ -45,6 +47,7 @@ class CacheSpec:
             self.page_size,
             self.num_kv_heads,
             self.head_dim,
+            self.num_shards,
         )
 
     @property

@@ -16,11 +16,11 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.stages import Compiled, Lowered
 
-from jaxinfer.outputs import TokenLogprob
 from jaxinfer.runner.buckets import Ladders, make_ladders
 from jaxinfer.runner.compile_watch import CompileWatch
 from jaxinfer.runner.inputs import StepBuffer, logit_rows
 from jaxinfer.runner.kv_cache import CacheSpec
+from jaxinfer.runner.output_reader import Entry, OutputReader, RowResult
 from jaxinfer.runner.programs import DeviceState, ModelPrograms, StepOutput
 from jaxinfer.runner.row_state import RowReset, empty_row_state, make_row_reset, reset_row
 from jaxinfer.runner.step_layout import StepLayout, decode_layout, ragged_layout
@@ -32,8 +32,12 @@ logger = logging.getLogger(__name__)
 
 _COMPILE_THREADS = 2
 
-LOGIT_BLOCK = {"cpu": 8, "gpu": 32, "tpu": 32}
-"""Rows the head is computed for at once in a ragged step; on CPU its time grows with the rows."""
+LOGIT_BLOCK = {"cpu": 8, "gpu": 16, "tpu": 16}
+"""Rows the head is computed for at once in a ragged step; on CPU its time grows with the rows.
+
+Elsewhere each block reads the head again, and sampling holds five copies of a block's logits: 41 MB
+for 16 rows of 128k ids.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,23 +64,6 @@ class RunnerConfig:
     def pages_per_row(self) -> int:
         """Logical pages of the longest sequence."""
         return -(-self.max_model_len // self.cache.page_size)
-
-
-@dataclass(frozen=True, slots=True)
-class RowResult:
-    """What a step produced for one planned row.
-
-    Attributes:
-      token_ids: sampled ids, oldest first.
-      logprobs: one per sampled id, if asked for.
-      prompt_logprobs: one per scored prompt position, in order.
-      finite: false if the model's logits were not.
-    """
-
-    token_ids: list[int]
-    logprobs: list[TokenLogprob] | None
-    prompt_logprobs: list[TokenLogprob]
-    finite: bool
 
 
 @dataclass(slots=True)
@@ -113,7 +100,7 @@ class ModelRunner:
             config.max_num_batched_tokens,
             bulk_decode=config.decode_steps > 1,
         )
-        self._mesh = model.context.mesh
+        self.mesh = model.context.mesh
         graphdef, weights = nnx.split(model)
         leaves, treedef = jax.tree.flatten(weights)
         self._params: tuple[jax.Array, ...] = tuple(leaves)
@@ -252,13 +239,13 @@ class ModelRunner:
 
     @property
     def _replicated(self) -> NamedSharding:
-        return NamedSharding(self._mesh, PartitionSpec())
+        return NamedSharding(self.mesh, PartitionSpec())
 
     @property
     def _state_shardings(self) -> DeviceState:
         config = self.config
         heads = jax.tree.map(
-            lambda spec: NamedSharding(self._mesh, spec),
+            lambda spec: NamedSharding(self.mesh, spec),
             kv_partition(config.cache.layer(config.num_pages), "tensor"),
         )
         num_rows = config.max_num_seqs + 1
@@ -338,70 +325,18 @@ class ModelRunner:
         `num_logprobs` gives, per row, how many alternatives are wanted for output and for prompt
         tokens; -1 for no log-probabilities at all.
         """
-        reader = _OutputReader(pending.output)
+        reader = OutputReader(pending.output)
         results = []
         slot = 0
         for index, row in enumerate(pending.plan.rows):
             if pending.plan.is_decode_only:
-                entries: list[_Entry] = [((step, index), -1) for step in range(row.num_tokens)]
+                entries: list[Entry] = [((step, index), -1) for step in range(row.num_tokens)]
             else:
                 wanted = logit_rows(row)
                 entries = [((slot + i,), target) for i, (_, target) in enumerate(wanted)]
                 slot += len(wanted)
             results.append(reader.row(entries, *num_logprobs(row)))
         return results
-
-
-_Entry = tuple[tuple[int, ...], int]
-"""Where in the output arrays, and the token scored there or -1 for one that was sampled."""
-
-
-class _OutputReader:
-    """Host copies of a step's output, fetched when first needed."""
-
-    def __init__(self, output: StepOutput) -> None:
-        self._sampled = output.sampled
-        self._token = np.asarray(output.sampled.token)
-        self._finite = np.asarray(output.sampled.finite)
-        self._emitted = np.asarray(output.emitted)
-        self._logprobs: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
-
-    def row(
-        self,
-        entries: list[_Entry],
-        num_output_logprobs: int,
-        num_prompt_logprobs: int,
-    ) -> RowResult:
-        """Reads the entries of one planned row: (where, scored token or -1)."""
-        tokens: list[int] = []
-        logprobs: list[TokenLogprob] = []
-        scored: list[TokenLogprob] = []
-        finite = True
-        for where, target in entries:
-            if not self._emitted[where]:
-                continue
-            finite &= bool(self._finite[where])
-            if target >= 0:
-                scored.append(self._logprob(where, num_prompt_logprobs))
-                continue
-            tokens.append(int(self._token[where]))
-            if num_output_logprobs >= 0:
-                logprobs.append(self._logprob(where, num_output_logprobs))
-        return RowResult(tokens, logprobs if num_output_logprobs >= 0 else None, scored, finite)
-
-    def _logprob(self, where: tuple[int, ...], count: int) -> TokenLogprob:
-        if self._logprobs is None:
-            sampled = self._sampled
-            self._logprobs = (
-                np.asarray(sampled.logprob),
-                np.asarray(sampled.top_ids),
-                np.asarray(sampled.top_logprobs),
-            )
-        logprob, top_ids, top_logprobs = self._logprobs
-        top = zip(
-            top_ids[where][:count].tolist(), top_logprobs[where][:count].tolist(), strict=True
-        )
-        return TokenLogprob(int(self._token[where]), float(logprob[where]), tuple(top))
 
 
 def _abstract(array: jax.Array) -> jax.ShapeDtypeStruct:

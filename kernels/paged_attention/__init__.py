@@ -19,7 +19,6 @@ from kernels.paged_attention.cache import (
     kv_dims,
     kv_dtype,
     kv_partition,
-    kv_shape,
     kv_structs,
     quantize_kv,
 )
@@ -37,7 +36,6 @@ __all__ = [
     "kv_dims",
     "kv_dtype",
     "kv_partition",
-    "kv_shape",
     "kv_structs",
     "quantize_kv",
     "write",
@@ -45,8 +43,8 @@ __all__ = [
 
 IMPLEMENTATIONS = {
     "cpu": ("xla", "reference"),
-    "gpu": ("xla", "reference"),
-    "tpu": ("xla", "reference"),
+    "gpu": ("pallas_mosaic_gpu", "pallas_triton", "xla", "reference"),
+    "tpu": ("pallas_tpu", "xla", "reference"),
 }
 
 

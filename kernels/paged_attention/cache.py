@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
+import dataclasses
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +12,17 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
-from jaxtyping import Float, Float32, Int8, Real
+from jaxtyping import Float, Float32, Int, Int8, Real
 
 from kernels.paged_attention.metadata import Leaf
+from kernels.paged_attention.tpu_layout import (
+    LANES,
+    WORD_DTYPES,
+    WordsKV,
+    pack_rows,
+    row_layout,
+    unpack_rows,
+)
 
 
 @jax.tree_util.register_dataclass
@@ -26,16 +34,18 @@ class QuantizedKV:
     and value scales the probabilities. A scale that was never written may be NaN.
 
     Attributes:
-      values: int8 codes of -127 to 127, of `kv_shape(...)`.
-      scales: float32 `[P, K, 2, page]`; tokens last, so that a page's scales of a head are a row.
+      values: int8 codes of -127 to 127, held as other caches hold their values.
+      scales: float32 `[P, K, 2, page]`; tokens last, so that a page's scales of a head are a row
+        (on TPU of whole lanes: the last axis is a multiple of 128).
     """
 
     values: Leaf
     scales: Leaf
 
 
-KVCache: TypeAlias = Array | QuantizedKV
-KVStruct: TypeAlias = jax.ShapeDtypeStruct | QuantizedKV
+KVValues: TypeAlias = Array | WordsKV
+KVCache: TypeAlias = KVValues | QuantizedKV
+KVStruct: TypeAlias = jax.ShapeDtypeStruct | WordsKV | QuantizedKV
 
 
 class KVDims(NamedTuple):
@@ -45,27 +55,6 @@ class KVDims(NamedTuple):
     page_size: int
     num_kv_heads: int
     head_dim: int
-
-
-def kv_shape(
-    platform: str,
-    dtype: DTypeLike,
-    num_pages: int,
-    page_size: int,
-    num_kv_heads: int,
-    head_dim: int,
-) -> tuple[int, ...]:
-    """Returns the shape of one layer's values: `[P, page, K, 2, H]`, keys at 0 and values at 1.
-
-    The page axis comes first, so that a page is one contiguous read of all its heads. A TPU pads
-    the last axis to 128: where it would pad less, keys and values share it, `[P, page, K, 2 * H]`,
-    which are the same bytes in the same order. Use `kv_dims` and `as_rows` to not care.
-    """
-    del dtype  # the layouts of a platform serve all of them so far
-    pages = (num_pages, page_size, num_kv_heads)
-    if platform == "tpu" and _padded(2 * head_dim) < 2 * _padded(head_dim):
-        return (*pages, 2 * head_dim)
-    return (*pages, 2, head_dim)
 
 
 def kv_dtype(platform: str, dtype: DTypeLike) -> np.dtype:
@@ -87,39 +76,98 @@ def kv_structs(
     page_size: int,
     num_kv_heads: int,
     head_dim: int,
+    num_shards: int = 1,
 ) -> KVStruct:
-    """Returns what to allocate for one layer's cache of `dtype` values; int8 comes with scales."""
-    shape = kv_shape(platform, dtype, num_pages, page_size, num_kv_heads, head_dim)
-    values = jax.ShapeDtypeStruct(shape, kv_dtype(platform, dtype))
-    if values.dtype != jnp.int8:
+    """Returns what to allocate for one layer's cache of `dtype` values; int8 comes with scales.
+
+    Values are `[P, page, K, 2, H]`, keys at 0 and values at 1; on TPU a `WordsKV`. The page axis
+    comes first, so that a page is one contiguous read of all its heads. Use `kv_dims`,
+    `read_pages` and `encode_rows` to not care.
+
+    Args:
+      platform: `cpu`, `gpu` or `tpu`.
+      num_kv_heads: of all devices together.
+      num_shards: devices that the heads are split over.
+
+    Raises:
+      ValueError: a TPU has no cache of this dtype.
+    """
+    shape = (num_pages, page_size, num_kv_heads, 2, head_dim)
+    dtype, lanes = kv_dtype(platform, dtype), page_size
+    values: jax.ShapeDtypeStruct | WordsKV = jax.ShapeDtypeStruct(shape, dtype)
+    if platform == "tpu":
+        if dtype.name not in WORD_DTYPES:
+            raise ValueError(f"a TPU has no cache of {dtype}: pass one of {[*WORD_DTYPES]}")
+        local_heads = num_kv_heads // num_shards
+        num_rows = num_shards * row_layout(local_heads, head_dim, dtype).num_rows
+        words = (num_pages, page_size, num_rows, 1, LANES)
+        held_as = jnp.dtype(WORD_DTYPES[dtype.name])
+        values = WordsKV(jax.ShapeDtypeStruct(words, held_as), local_heads, head_dim)
+        lanes = -(-page_size // LANES) * LANES
+    if dtype != jnp.int8:
         return values
-    scales = (num_pages, num_kv_heads, 2, page_size)
-    return QuantizedKV(values, jax.ShapeDtypeStruct(scales, jnp.float32))
+    scales = jax.ShapeDtypeStruct((num_pages, num_kv_heads, 2, lanes), jnp.float32)
+    return QuantizedKV(values, scales)
 
 
-def kv_partition(kv: KVCache | KVStruct, axis: str) -> PartitionSpec | QuantizedKV:
+def kv_partition(kv: KVCache | KVStruct, axis: str) -> PartitionSpec | WordsKV | QuantizedKV:
     """Returns the PartitionSpecs of a cache, in its structure, with its heads over a mesh axis."""
-    values = PartitionSpec(None, None, axis)
-    return QuantizedKV(values, PartitionSpec(None, axis)) if isinstance(kv, QuantizedKV) else values
+    values = values_of(kv)
+    spec: PartitionSpec | WordsKV = PartitionSpec(None, None, axis)
+    if isinstance(values, WordsKV):
+        spec = WordsKV(spec, values.num_kv_heads, values.head_dim)
+    return QuantizedKV(spec, PartitionSpec(None, axis)) if isinstance(kv, QuantizedKV) else spec
 
 
 def kv_dims(kv: KVCache | KVStruct) -> KVDims:
-    """Returns the sizes of a cache, whichever way its axes are packed."""
-    shape = kv.values.shape if isinstance(kv, QuantizedKV) else kv.shape
-    num_pages, page_size, num_kv_heads, *heads = shape
-    return KVDims(num_pages, page_size, num_kv_heads, math.prod(heads) // 2)
+    """Returns the sizes of a cache, however it is held; over a mesh, of one device's share."""
+    values = values_of(kv)
+    if isinstance(values, WordsKV):
+        num_pages, page_size = values.words.shape[:2]
+        return KVDims(num_pages, page_size, values.num_kv_heads, values.head_dim)
+    num_pages, page_size, num_kv_heads, _, head_dim = values.shape
+    return KVDims(num_pages, page_size, num_kv_heads, head_dim)
 
 
-def as_rows(held: Real[Array, "pages page K *heads"]) -> Real[Array, "pages page K 2 H"]:
-    """Views some pages of a cache's values with keys and values apart, however they are packed."""
-    return held if held.ndim == 5 else held.reshape(*held.shape[:3], 2, -1)
+def values_of(kv: Any) -> Any:
+    """Returns what holds a cache's values or, of a quantized one, its codes."""
+    return kv.values if isinstance(kv, QuantizedKV) else kv
 
 
-def encode_rows(
-    values: Real[Array, "T K 2 H"], held: Array | jax.ShapeDtypeStruct
-) -> Real[Array, "T K *heads"]:
-    """Returns rows (of a quantized cache: codes) as a cache's values hold them, packed alike."""
-    return encode(values, held.dtype).reshape(-1, *held.shape[2:])
+def held_by(values: Any) -> Any:
+    """Returns the array (of structs: the struct) `[P, page, ...]` that holds a cache's values."""
+    return values.words if isinstance(values, WordsKV) else values
+
+
+def holding(held: Real[Array, "P page *rows"], like: Any) -> KVValues:
+    """Returns values that an array holds in the way `like` does."""
+    return dataclasses.replace(like, words=held) if isinstance(like, WordsKV) else held
+
+
+def read_pages(
+    values: KVValues, pages: Int[Array, "*pages"], half: int | None = None
+) -> Real[Array, "..."]:
+    """Returns the elements of some pages as `[*pages, page, K, 2, H]`, not decoded.
+
+    Args:
+      values: of a cache.
+      pages: which; all must be inside the cache.
+      half: 0 for keys or 1 for values alone, `[*pages, page, K, H]`; None for both.
+    """
+    if not isinstance(values, WordsKV):
+        held = values.at[pages] if half is None else values.at[pages, :, :, half]
+        return held.get(mode="promise_in_bounds")
+    words = values.words.at[pages].get(mode="promise_in_bounds")
+    rows = unpack_rows(words[..., 0, :], values.num_kv_heads, values.head_dim)
+    return rows if half is None else rows[..., half, :]
+
+
+def encode_rows(values: Real[Array, "T K 2 H"], like: Any) -> Real[Array, "T *rows"]:
+    """Returns rows (of a quantized cache: codes) as a cache's values hold them."""
+    if not isinstance(like, WordsKV):
+        return encode(values, like.dtype)
+    dtype = next(name for name, word in WORD_DTYPES.items() if word == like.words.dtype.name)
+    return pack_rows(values.astype(dtype))[:, :, None]
 
 
 def quantize_kv(
@@ -147,8 +195,3 @@ def decode(held: Real[Array, "*dims"]) -> Float32[Array, "*dims"]:
     if held.dtype == jnp.uint16:
         held = lax.bitcast_convert_type(held, jnp.bfloat16)
     return held.astype(jnp.float32)
-
-
-def _padded(size: int) -> int:
-    """The lanes of a TPU that an axis of this size takes."""
-    return -(-size // 128) * 128

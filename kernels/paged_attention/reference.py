@@ -14,13 +14,17 @@ from kernels.paged_attention.cache import (
     KVCache,
     KVStruct,
     QuantizedKV,
-    as_rows,
     decode,
     encode_rows,
+    held_by,
+    holding,
     kv_dims,
     quantize_kv,
+    read_pages,
+    values_of,
 )
 from kernels.paged_attention.metadata import AttentionMetadata
+from kernels.paged_attention.tpu_layout import WordsKV
 
 MASKED = -1e30  # finite: a row of -inf would make softmax NaN
 
@@ -30,23 +34,25 @@ def supports(q: Array | jax.ShapeDtypeStruct, kv: KVCache | KVStruct) -> None:
     del q  # of any floating point dtype
     if isinstance(kv, QuantizedKV):
         return
+    if isinstance(kv, WordsKV):
+        if kv.words.dtype == jnp.int32:
+            raise NotImplementedError("a cache of int8 needs scales: pass a QuantizedKV")
+        return
     if not jnp.issubdtype(kv.dtype, jnp.floating) and kv.dtype != jnp.uint16:
         raise NotImplementedError(f"a cache of {kv.dtype} needs scales: pass a QuantizedKV")
 
 
 def write(kv: KVCache, new_kv: Float[Array, "T K 2 H"], slot_mapping: Int[Array, "T"]) -> KVCache:
     """Writes into the cache as one list of slots; see `kernels.paged_attention.write`."""
-
-    def place(held: Array, rows: Array) -> Array:  # [P, page, ...], [T, ...]
-        slots = held.reshape(-1, *held.shape[2:])
-        return slots.at[slot_mapping].set(rows).reshape(held.shape)
-
+    values, rows = values_of(kv), new_kv
+    page_size = kv_dims(kv).page_size
+    page, offset = slot_mapping // page_size, slot_mapping % page_size
     if isinstance(kv, QuantizedKV):
-        codes, new_scales = quantize_kv(new_kv)
-        values = place(kv.values, encode_rows(codes, kv.values))
-        scales = place(jnp.moveaxis(kv.scales, 3, 1), new_scales)
-        return QuantizedKV(values, jnp.moveaxis(scales, 1, 3))
-    return place(kv, encode_rows(new_kv, kv))
+        rows, new_scales = quantize_kv(new_kv)
+        scales = kv.scales.at[page, :, :, offset].set(new_scales)
+    held = held_by(values).at[page, offset].set(encode_rows(rows, values))
+    values = holding(held, values)
+    return QuantizedKV(values, scales) if isinstance(kv, QuantizedKV) else values
 
 
 def attend(
@@ -95,9 +101,8 @@ def attend(
 
 def _read(kv: KVCache, pages: Int32[Array, "M"]) -> Float32[Array, "S K 2 H"]:
     """Returns the keys and values of some pages."""
+    rows = decode(read_pages(values_of(kv), pages))
     if isinstance(kv, QuantizedKV):
-        scales = jnp.moveaxis(kv.scales[pages], 3, 1)  # [M, page, K, 2]
-        rows = decode(as_rows(kv.values[pages])) * scales[..., None]
-    else:
-        rows = decode(as_rows(kv[pages]))
+        scales = kv.scales[pages][..., : kv_dims(kv).page_size]
+        rows = rows * jnp.moveaxis(scales, 3, 1)[..., None]  # [M, page, K, 2]
     return rows.reshape(-1, *rows.shape[2:])

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -14,8 +16,12 @@ from jax.typing import ArrayLike
 from kernels.paged_attention import attend
 from kernels.paged_attention.cache import (
     KVCache,
+    KVStruct,
+    KVValues,
     QuantizedKV,
     encode_rows,
+    held_by,
+    holding,
     kv_structs,
     quantize_kv,
 )
@@ -236,6 +242,30 @@ def make_inputs(
     return jnp.asarray(q, spec.dtype), kv, metadata
 
 
+def abstract_inputs(
+    spec: Spec, platform: str
+) -> tuple[jax.ShapeDtypeStruct, KVStruct, AttentionMetadata]:
+    """Returns the shapes and dtypes of `make_inputs`: enough to compile, made in no time."""
+    num_pages = 1 + sum(-(-kv_len // spec.page_size) for _, kv_len in spec.rows)
+    int32 = partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+    metadata = AttentionMetadata(
+        num_decodes=int32(()),
+        num_seqs=int32(()),
+        kv_lens=int32((spec.num_rows,)),
+        cu_q_lens=int32((spec.num_rows + 1,)),
+        slot_mapping=int32((spec.num_groups, spec.num_tokens)),
+        page_table=int32((spec.num_groups, spec.num_rows, spec.max_pages)),
+        is_decode=spec.is_decode,
+    )
+    q = jax.ShapeDtypeStruct(
+        (spec.num_tokens, spec.num_heads, spec.head_dim), jnp.dtype(spec.dtype)
+    )
+    kv = kv_structs(
+        platform, spec.kv_dtype, num_pages, spec.page_size, spec.num_kv_heads, spec.head_dim
+    )
+    return q, kv, metadata
+
+
 def _cache(spec: Spec, platform: str, rows: Array) -> KVCache:
     """Returns a cache of the keys and values `[P * page, K, 2, H]`."""
     num_pages = rows.shape[0] // spec.page_size
@@ -245,9 +275,14 @@ def _cache(spec: Spec, platform: str, rows: Array) -> KVCache:
     if isinstance(structs, QuantizedKV):
         codes, scales = quantize_kv(rows)
         scales = scales.reshape(num_pages, spec.page_size, spec.num_kv_heads, 2)
-        values = encode_rows(codes, structs.values).reshape(structs.values.shape)
-        return QuantizedKV(values, jnp.moveaxis(scales, 1, 3))
-    return encode_rows(rows, structs).reshape(structs.shape)
+        lanes = structs.scales.shape[-1] - spec.page_size
+        scales = jnp.pad(jnp.moveaxis(scales, 1, 3), ((0, 0), (0, 0), (0, 0), (0, lanes)))
+        return QuantizedKV(_held(codes, structs.values), scales)
+    return _held(rows, structs)
+
+
+def _held(rows: Array, structs: Any) -> KVValues:
+    return holding(encode_rows(rows, structs).reshape(held_by(structs).shape), structs)
 
 
 def _of_groups(spec: Spec, ours: np.ndarray) -> Array:

@@ -15,11 +15,15 @@ from jaxtyping import Bool, Float, Float32, Int, Int32, Real
 
 from kernels.paged_attention.cache import (
     KVCache,
+    KVValues,
     QuantizedKV,
     decode,
     encode_rows,
+    held_by,
+    holding,
     kv_dims,
     quantize_kv,
+    read_pages,
 )
 from kernels.paged_attention.metadata import AttentionMetadata
 from kernels.paged_attention.reference import MASKED, supports
@@ -49,12 +53,10 @@ def write(kv: KVCache, new_kv: Float[Array, "T K 2 H"], slot_mapping: Int[Array,
 
 
 def _scatter(
-    held: Real[Array, "P page K *heads"],
-    page: Int[Array, "T"],
-    offset: Int[Array, "T"],
-    values: Real[Array, "T K 2 H"],
-) -> Real[Array, "P page K *heads"]:
-    return held.at[page, offset].set(encode_rows(values, held), mode="promise_in_bounds")
+    values: KVValues, page: Int[Array, "T"], offset: Int[Array, "T"], rows: Real[Array, "T K 2 H"]
+) -> KVValues:
+    place = held_by(values).at[page, offset]
+    return holding(place.set(encode_rows(rows, values), mode="promise_in_bounds"), values)
 
 
 def attend(
@@ -187,7 +189,8 @@ class _Layer(NamedTuple):
         """Reads some pages; what no query sees of them may be NaN, and only the keys stay so."""
         # 0 * NaN is NaN: masked scores do not save the sum over the values.
         if isinstance(self.kv, QuantizedKV):
-            scales = self.kv.scales.at[page].get(mode="promise_in_bounds")  # [M, K, 2, page]
+            scales = self.kv.scales.at[page].get(mode="promise_in_bounds")
+            scales = scales[..., : kv_dims(self.kv).page_size]  # [M, K, 2, page]
             key_scales, value_scales = (
                 jnp.swapaxes(scales[:, :, half], 0, 1).reshape(scales.shape[1], -1)
                 for half in range(2)
@@ -207,16 +210,9 @@ class _Block(NamedTuple):
     value_scales: Float32[Array, "K S"] | None = None
 
 
-def _gather(
-    held: Real[Array, "P page K *heads"], page: Int32[Array, "M"], half: int
-) -> Float32[Array, "K S H"]:
+def _gather(values: KVValues, page: Int32[Array, "M"], half: int) -> Float32[Array, "K S H"]:
     """Reads the keys (half 0) or the values (half 1) of some pages, as one gather."""
-    if held.ndim == 5:
-        block = held.at[page, :, :, half].get(mode="promise_in_bounds")
-    else:
-        head_dim = held.shape[3] // 2
-        lanes = slice(half * head_dim, (half + 1) * head_dim)
-        block = held.at[page, :, :, lanes].get(mode="promise_in_bounds")
+    block = read_pages(values, page, half)
     return decode(jnp.swapaxes(block.reshape(-1, *block.shape[2:]), 0, 1))
 
 

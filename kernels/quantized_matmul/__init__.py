@@ -1,7 +1,7 @@
 """`x @ dequantize(w).T` for weights that stay quantized: int8, fp8 and 4-bit codes in groups.
 
 Implementations: `reference` (the contract), `xla` (any backend). To add one, write its module with
-`supports(x, w)` and `matmul(x, w)` and name it in `IMPLEMENTATIONS`.
+`supports(x, w)` and `matmul(x, w, out_dtype)` and name it in `IMPLEMENTATIONS`.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ __all__ = [
 
 IMPLEMENTATIONS = {
     "cpu": ("xla", "reference"),
-    "gpu": ("xla", "reference"),
-    "tpu": ("xla", "reference"),
+    "gpu": ("pallas_mosaic_gpu", "pallas_triton", "xla", "reference"),
+    "tpu": ("pallas_tpu", "xla", "reference"),
 }
 
 
@@ -73,7 +73,7 @@ def matmul(
     if w.perm is not None:
         x = jnp.take(x, w.perm, axis=1)
     module = choose(x, w, platform=platform, implementation=implementation).module
-    return module.matmul(x, w).astype(out_dtype or x.dtype)
+    return module.matmul(x, w, out_dtype or x.dtype)
 
 
 def choose(

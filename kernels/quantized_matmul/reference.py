@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float, Float32
+from jax.typing import DTypeLike
+from jaxtyping import Float
 
 from kernels.quantized_matmul.format import QTensor, dequantize, quantize_rows
 
@@ -13,10 +14,13 @@ def supports(x: Array, w: QTensor) -> None:
     """Refuses nothing."""
 
 
-def matmul(x: Float[Array, "T I"], w: QTensor) -> Float32[Array, "T O"]:
+def matmul(
+    x: Float[Array, "T I"], w: QTensor, out_dtype: DTypeLike = jnp.float32
+) -> Float[Array, "T O"]:
     """Returns `x @ dequantize(w).T` with every product and sum in float32."""
     rows = x.astype(jnp.float32)
     if w.activations == "int8":
         codes, row_scale = quantize_rows(rows)
         rows = codes.astype(jnp.float32) * row_scale
-    return jnp.einsum("TI,OI->TO", rows, dequantize(w), precision="highest")
+    product = jnp.einsum("TI,OI->TO", rows, dequantize(w), precision="highest")
+    return product.astype(out_dtype)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.typing import DTypeLike
 from jaxtyping import Float, Float32
 
 from kernels.quantized_matmul.format import QTensor, decode, dequantize, prepare, quantize_rows
@@ -18,11 +19,17 @@ def supports(x: Array, w: QTensor) -> None:
     """Refuses nothing."""
 
 
-def matmul(x: Float[Array, "T I"], w: QTensor) -> Float32[Array, "T O"]:
+def matmul(
+    x: Float[Array, "T I"], w: QTensor, out_dtype: DTypeLike = jnp.float32
+) -> Float[Array, "T O"]:
     """Multiplies in x's dtype, sums in float32; see `kernels.quantized_matmul`."""
+    return _product(x, w).astype(out_dtype)
+
+
+def _product(x: Float[Array, "T I"], w: QTensor) -> Float32[Array, "T O"]:
     if x.shape[0] == 1:
         # XLA:CPU multiplies one row of anything but float32 in a loop 10 to 50 times slower.
-        return matmul(jnp.repeat(x, 2, axis=0), w)[:1]
+        return _product(jnp.repeat(x, 2, axis=0), w)[:1]
     # XLA:CPU has no bfloat16 product of an x in the layout that a gather of its columns leaves.
     x = lax.optimization_barrier(x)
     if w.activations == "float":

@@ -1,10 +1,12 @@
 """`python -m kernels.bench` prints a row per spec and ends with one JSON object."""
 
+import dataclasses
 import json
 
+import jax.numpy as jnp
 import pytest
 
-from kernels import bench
+from kernels import bench, tuning
 
 
 def test_last_line_is_json(capsys):
@@ -20,3 +22,25 @@ def test_unknown_spec_lists_what_there_is(capsys):
     with pytest.raises(SystemExit):
         bench.main(["paged_attention", "--spec", "none"])
     assert "no spec 'none': pass one of smollm2-decode-2" in capsys.readouterr().err
+
+
+@dataclasses.dataclass(frozen=True)
+class Knob:
+    size: int
+
+
+def test_tuning_saves_the_fastest_config_that_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(tuning, "TUNED_FOLDER", tmp_path)
+
+    def function(x):
+        config = tuning.choose("op/impl", "call", "Chip", Knob(64))
+        if config.size < 4:
+            raise ValueError("no such block")
+        for _ in range(config.size):
+            x = jnp.sin(x)
+        return x
+
+    bench.tune(function, (jnp.ones((128, 128)),), 3, tmp_path)
+    assert json.loads((tmp_path / "chip.json").read_text()) == {"op/impl": {"call": {"size": 4}}}
+    assert "op/impl call: Knob(size=4), saved in" in capsys.readouterr().out
+    tuning._tuned.cache_clear()

@@ -18,12 +18,11 @@ from kernels.paged_attention import (
     kv_dims,
     kv_dtype,
     kv_partition,
-    kv_shape,
     kv_structs,
     quantize_kv,
 )
 from kernels.paged_attention import write as write_on
-from kernels.paged_attention.specs import SPECS, make_inputs
+from kernels.paged_attention.specs import SPECS, abstract_inputs, make_inputs
 
 DTYPES = ["float32", "bfloat16", "float16", "int8"]
 write = partial(write_on, platform="cpu")
@@ -36,20 +35,37 @@ def empty_cache(dtype, num_pages=8, page_size=4, num_kv_heads=2, head_dim=8):
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
 @pytest.mark.parametrize("head_dim", [8, 64, 80, 96, 128, 192, 256])
-def test_layouts_hold_the_same_elements(head_dim, platform):
-    dims = KVDims(9, 16, 3, head_dim)
-    shape = kv_shape(platform, "bfloat16", *dims)
-    is_packed = platform == "tpu" and head_dim in (8, 64, 192)
-    assert shape == (9, 16, 3, 2 * head_dim) if is_packed else (9, 16, 3, 2, head_dim)
-    plain, quantized = (kv_structs(platform, dtype, *dims) for dtype in ("bfloat16", "int8"))
-    assert plain == jax.ShapeDtypeStruct(shape, kv_dtype(platform, "bfloat16"))
-    assert quantized.values == jax.ShapeDtypeStruct(shape, jnp.int8)
-    assert quantized.scales == jax.ShapeDtypeStruct((9, 3, 2, 16), jnp.float32)
-    assert kv_dims(plain) == kv_dims(quantized) == dims
-    for structs in plain, quantized:  # heads are split, and nothing else
+@pytest.mark.parametrize("num_shards", [1, 3])
+def test_layouts_split_over_heads_and_nothing_else(head_dim, platform, num_shards):
+    dims = KVDims(9, 16, 6, head_dim)
+    plain, quantized = (
+        kv_structs(platform, dtype, *dims, num_shards) for dtype in ("bfloat16", "int8")
+    )
+    if platform != "tpu":
+        shape = (9, 16, 6, 2, head_dim)
+        assert plain == jax.ShapeDtypeStruct(shape, kv_dtype(platform, "bfloat16"))
+        assert quantized.values == jax.ShapeDtypeStruct(shape, jnp.int8)
+        assert kv_dims(plain) == kv_dims(quantized) == dims
+    local = kv_structs(platform, "int8", 9, 16, 6 // num_shards, head_dim)
+    for structs in plain, quantized:
         specs = jax.tree.leaves(kv_partition(structs, "tensor"))
         for spec, struct in zip(specs, jax.tree.leaves(structs), strict=True):
-            assert [n for n, axis in zip(struct.shape, spec, strict=False) if axis] == [3]
+            [split] = [n for n, axis in zip(struct.shape, spec, strict=False) if axis]
+            assert split % num_shards == 0
+    shares = jax.tree.map(
+        lambda struct, spec: tuple(
+            n // num_shards if axis else n
+            for n, axis in zip(struct.shape, (*spec, *[None] * struct.ndim), strict=False)
+        ),
+        quantized,
+        kv_partition(quantized, "tensor"),
+    )
+    assert jax.tree.leaves(shares) == [n for leaf in jax.tree.leaves(local) for n in leaf.shape]
+
+
+def test_a_tpu_has_no_float16_cache():
+    with pytest.raises(ValueError, match="no cache of float16: pass one of"):
+        kv_structs("tpu", "float16", 9, 16, 2, 64)
 
 
 def test_quantizes_to_nearest_with_the_largest_at_127():
@@ -144,3 +160,12 @@ def test_refuses_codes_without_scales():
     assert choose(q, kv, platform="cpu").name == "xla"
     with pytest.raises(NotImplementedError, match="xla: a cache of int8 needs scales"):
         choose(q, kv.values, platform="cpu")
+
+
+@pytest.mark.parametrize("name", ["smollm2-mixed", "phi3-mixed-int8"])
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+def test_abstract_inputs_are_the_shapes_of_the_real_ones(name, platform):
+    real, abstract = make_inputs(SPECS[name], 0, platform), abstract_inputs(SPECS[name], platform)
+    assert jax.tree.structure(real) == jax.tree.structure(abstract)
+    for array, struct in zip(jax.tree.leaves(real), jax.tree.leaves(abstract), strict=True):
+        assert (array.shape, array.dtype) == (struct.shape, struct.dtype)

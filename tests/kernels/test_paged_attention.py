@@ -14,6 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 from paged_attention_checks import SMALL_SPECS, TOLERANCE, small
 
 from kernels.paged_attention import attend, kv_partition
+from kernels.paged_attention.cache import WordsKV, values_of
 from kernels.paged_attention.specs import SPECS, make_inputs
 
 NAMES = ["reference", "xla"]
@@ -34,10 +35,9 @@ def test_equals_the_reference(spec):
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("kind", ["mixed", "mixed-int8"])
-def test_reads_and_writes_what_a_tpu_packs(kind, name):
-    """Keys and values of small heads in one axis."""
+def test_reads_and_writes_the_words_of_a_tpu(kind, name):
     spec = SMALL_SPECS[kind]
-    assert jax.tree.leaves(make_inputs(spec, platform="tpu")[1])[0].ndim == 4
+    assert isinstance(values_of(make_inputs(spec, platform="tpu")[1]), WordsKV)
     checks.check_formula("tpu", name, spec)
     checks.check_write("tpu", name, spec)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from kernels import quantized_matmul
 from kernels.quantized_matmul import FORMATS, LAYOUTS, QFormat, prepare, quantize
 from kernels.quantized_matmul.format import CANONICAL, NF4, pack_nibbles, unpack_nibbles
-from kernels.quantized_matmul.specs import SPECS, make_inputs
+from kernels.quantized_matmul.specs import SPECS, abstract_inputs, make_inputs
 
 
 def codes_by_hand(w) -> np.ndarray:
@@ -136,3 +137,15 @@ def test_bad_formats_and_shapes_are_refused_by_name():
         prepare(w, "gpu")
     with pytest.raises(ValueError, match="does not fit a weight"):
         quantized_matmul.matmul(jnp.zeros((1, 64)), w, platform="cpu")
+
+
+@pytest.mark.parametrize(
+    "name", ["int8-perm-decode-3", "int4-g32-decode-8", "uint4-g64-decode-5", "nf4-decode-8"]
+)
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_abstract_inputs_are_the_shapes_of_the_real_ones(name, platform):
+    real = make_inputs(SPECS[name], platform=platform)
+    abstract = abstract_inputs(SPECS[name], platform)
+    assert jax.tree.structure(real) == jax.tree.structure(abstract)
+    for array, struct in zip(jax.tree.leaves(real), jax.tree.leaves(abstract), strict=True):
+        assert (array.shape, array.dtype) == (struct.shape, struct.dtype)

@@ -141,7 +141,7 @@ def test_groups_shrink_to_fit_and_impossible_widths_are_refused():
         fit_format(FORMATS["int4-g32"], 96, 1, "gpu")
     with pytest.raises(ValueError, match="2 devices"):
         fit_format(FORMATS["int8"], 97, 2, "cpu")
-    assert [width_multiple(f) for f in (None, FORMATS["int8"], FORMATS["int4"])] == [1, 1, 128]
+    assert [width_multiple(f) for f in (None, FORMATS["int8"], FORMATS["int4"])] == [1, 128, 128]
 
 
 def test_embeddings_and_tied_heads_stay_as_they_are():

@@ -1,0 +1,79 @@
+"""What a step computed, read from the device and told apart by row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxinfer.outputs import TokenLogprob
+from jaxinfer.runner.programs import StepOutput
+
+
+@dataclass(frozen=True, slots=True)
+class RowResult:
+    """What a step produced for one planned row.
+
+    Attributes:
+      token_ids: sampled ids, oldest first.
+      logprobs: one per sampled id, if asked for.
+      prompt_logprobs: one per scored prompt position, in order.
+      finite: false if the model's logits were not.
+    """
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprob] | None
+    prompt_logprobs: list[TokenLogprob]
+    finite: bool
+
+
+Entry = tuple[tuple[int, ...], int]
+"""Where in the output arrays, and the token scored there or -1 for one that was sampled."""
+
+
+class OutputReader:
+    """Host copies of a step's output, fetched when first needed."""
+
+    def __init__(self, output: StepOutput) -> None:
+        self._sampled = output.sampled
+        self._token = np.asarray(output.sampled.token)
+        self._finite = np.asarray(output.sampled.finite)
+        self._emitted = np.asarray(output.emitted)
+        self._logprobs: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
+
+    def row(
+        self,
+        entries: list[Entry],
+        num_output_logprobs: int,
+        num_prompt_logprobs: int,
+    ) -> RowResult:
+        """Reads the entries of one planned row: (where, scored token or -1)."""
+        tokens: list[int] = []
+        logprobs: list[TokenLogprob] = []
+        scored: list[TokenLogprob] = []
+        finite = True
+        for where, target in entries:
+            if not self._emitted[where]:
+                continue
+            finite &= bool(self._finite[where])
+            if target >= 0:
+                scored.append(self._logprob(where, num_prompt_logprobs))
+                continue
+            tokens.append(int(self._token[where]))
+            if num_output_logprobs >= 0:
+                logprobs.append(self._logprob(where, num_output_logprobs))
+        return RowResult(tokens, logprobs if num_output_logprobs >= 0 else None, scored, finite)
+
+    def _logprob(self, where: tuple[int, ...], count: int) -> TokenLogprob:
+        if self._logprobs is None:
+            sampled = self._sampled
+            self._logprobs = (
+                np.asarray(sampled.logprob),
+                np.asarray(sampled.top_ids),
+                np.asarray(sampled.top_logprobs),
+            )
+        logprob, top_ids, top_logprobs = self._logprobs
+        top = zip(
+            top_ids[where][:count].tolist(), top_logprobs[where][:count].tolist(), strict=True
+        )
+        return TokenLogprob(int(self._token[where]), float(logprob[where]), tuple(top))

@@ -1,0 +1,100 @@
+"""Kernels and whole steps, really compiled for chips that are not here.
+
+What these prove: the compilers of TPUs and GPUs take every kernel; nothing copies the KV cache;
+workspaces stay small; decode kernels do not spill registers. What they cannot: numbers and speed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parent
+sys.path.insert(0, str(FOLDER))
+import target as targets  # noqa: E402
+
+pytestmark = [pytest.mark.aot, pytest.mark.slow]
+
+MAX_TEMP_BYTES = 64 << 20
+MAX_COMPILE_SECONDS = 60
+
+KERNELS = [
+    *[
+        (t, op, "pallas_tpu")
+        for t in targets.TOPOLOGIES
+        for op in ("paged_attention", "quantized_matmul")
+    ],
+    *[
+        (t, op, "pallas_triton")
+        for t in targets.ARCHITECTURES
+        for op in ("paged_attention", "quantized_matmul")
+    ],
+    *[("h200", op, "pallas_mosaic_gpu") for op in ("paged_attention", "quantized_matmul")],
+]
+
+STEPS = [
+    *[
+        ("v6e", scheme, kind)
+        for scheme in ("bf16", "int8", "int4")
+        for kind in ("decode", "ragged")
+    ],
+    ("v5e", "int8", "decode"),
+    ("v5e", "int4", "decode"),
+    ("tpu7x", "int8", "decode"),
+    ("v5e", "int8", "decode", "--tensor-parallel", "4"),
+    ("v6e", "int8", "decode", "--tensor-parallel", "4"),
+    *[
+        ("h200", scheme, kind)
+        for scheme in ("bf16", "int8", "int4")
+        for kind in ("decode", "ragged")
+    ],
+    ("a100", "int4", "decode"),
+    ("rtx4090", "int4", "decode"),
+    ("v6e", "int4", "decode", "--layers", "32"),
+    ("h200", "bf16", "decode", "--layers", "32"),
+]
+
+SPILLS = {}
+"""Kernels that may spill registers, with the bytes and the reason."""
+
+
+def run(script: str, *args: str) -> list[dict]:
+    reason = targets.missing(args[0])
+    if reason is not None:
+        pytest.skip(reason)
+    process = subprocess.run(
+        [sys.executable, FOLDER / script, *args],
+        env=os.environ | {"PYTHONPATH": str(FOLDER.parents[1])},
+        capture_output=True,
+        text=True,
+    )
+    assert process.returncode == 0, process.stderr[-4000:]
+    lines = process.stdout.splitlines()
+    print(process.stdout)
+    return [json.loads(line) for line in lines if line.startswith("{")]
+
+
+@pytest.mark.parametrize(("target", "operation", "implementation"), KERNELS)
+def test_kernels_compile(target, operation, implementation):
+    reports = run("compile_kernels.py", target, operation, implementation)
+    assert reports
+    for report in reports:
+        assert report["copies"] == [], report
+        assert report["temp_bytes"] < MAX_TEMP_BYTES, report
+        for kernel in report.get("kernels", []):
+            allowed = SPILLS.get((target, implementation, report["program"]), 0)
+            assert kernel["spill_bytes"] <= allowed, (report["program"], kernel)
+
+
+@pytest.mark.parametrize("arguments", STEPS, ids=" ".join)
+def test_steps_compile(arguments):
+    [report] = run("compile_step.py", *arguments)
+    assert report["copies"] == [], report
+    assert report["temp_bytes"] < MAX_TEMP_BYTES, report
+    if "32" in arguments:
+        assert report["compile_s"] < MAX_COMPILE_SECONDS, report
