@@ -90,7 +90,7 @@ def held_by_a_tpu(spec):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in SPECS]
+    "name", [pytest.param(n, marks=() if n in QUICK else checks.IN_SWEEP) for n in SPECS]
 )
 def test_equals_the_reference(name, interpreted):
     checks.check_reference(*CALL, held_by_a_tpu(SPECS[name]))

@@ -39,26 +39,25 @@ def interpreted():
         yield
 
 
-pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning"),
+    pytest.mark.usefixtures("quick_compilation"),
+]
 
 
 # Each interpreted kernel takes XLA seconds to compile: these have every feature between them.
 ALWAYS = {
     "smollm2-decode-32-one-long",
-    "smollm2-mixed",
-    "llama8b-decode-8",
     "llama8b-decode-2-long-int8",
     "gemma3-local-mixed",
     "gemma3-groups-mixed-int8",
-    "mqa-soft-cap-mixed",
     "mha-head-80-page-128",
-    "qwen2-mixed",
     "phi3-mixed-int8",
 }
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in ALWAYS)) for name in SPECS]
+    "name", [pytest.param(name, marks=() if name in ALWAYS else checks.IN_SWEEP) for name in SPECS]
 )
 def test_equals_the_reference(name, interpreted):
     checks.check_reference(*CALL, checks.in_float32(SPECS[name]))

@@ -32,12 +32,7 @@ NAME = "pallas_tpu"
 BY_WORDS = ["int4-decode-64", "int4-row-decode-4", "uint4-g64-decode-5"]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-    """Most of the time would be XLA optimizing interpreted kernels that run once."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -104,7 +99,7 @@ def test_every_config_computes_the_same(fmt, dequantize):
 @pytest.mark.parametrize("name", ["w8a8-decode-16", "uint4-g64-decode-5", "fp8-g128-prefill-64"])
 def test_no_races(name):
     pltpu.reset_tpu_interpret_mode_state()
-    mode = pltpu.InterpretParams(detect_races=True)
+    mode = pltpu.InterpretParams(detect_races=True, dma_execution_mode="eager")
     with tuning.force(Config(block_out=128, block_tokens=32, dequantize="prefill" in name)):
         checks.check_against_reference(SPECS[name], "tpu", NAME, on="v6e", interpret=mode)
     assert not interpret_pallas_call.races.races_found
@@ -136,7 +131,15 @@ def lower(spec: Spec, chip: str):
         return traced.lower(lowering_platforms=("tpu",)).as_text()
 
 
-@pytest.mark.parametrize("name", [*SPECS, *LARGE_SPECS])
+# "down" is "up" with a longer loop, which takes seconds to trace.
+LONG = [name for name in LARGE_SPECS if "down" in name and not name.endswith("-16")]
+IN_SWEEP = (pytest.mark.sweep, pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=IN_SWEEP if name in LONG else ()) for name in (*SPECS, *LARGE_SPECS)],
+)
 def test_it_lowers(name):
     assert "tpu_custom_call" in lower({**SPECS, **LARGE_SPECS}[name], "v6e")
 

@@ -22,7 +22,10 @@ CHIPS = {name: chip for name, chip in device.KNOWN_DEVICES.items() if chip.platf
 # What the lowering itself looks at, where it looks for more than the platform.
 MESH = AbstractMesh((1,), ("x",), abstract_device=AbstractDevice("NVIDIA H200", 132, "gpu"))
 
-pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning"),
+    pytest.mark.usefixtures("quick_compilation"),
+]
 
 
 @pytest.mark.parametrize("name", SPECS)

@@ -76,7 +76,7 @@ def unpad(weight, block, name, features):
     return halves[:, :features].reshape(2 * features, -1)
 
 
-@pytest.mark.parametrize("name", [name for name in SCHEMES if name != "w8a8"])
+@pytest.mark.parametrize("name", ["int8", "nf4"])
 def test_a_quantized_model_is_its_dequantized_weights(name):
     config, context = hf_config("llama"), make_context()
     model = load(config, quantized(context, name))
@@ -99,7 +99,7 @@ def test_quantizing_changes_the_model_a_little(name):
     assert 0 < difference < 0.5 * np.abs(exact).max()
 
 
-@pytest.mark.parametrize("name", [name for name in SCHEMES if name != "w8a8"])
+@pytest.mark.parametrize("name", ["int8", "int4"])
 def test_two_devices_equal_one(name):
     config = hf_config("llama")
     ids = token_ids(config)[:21]
