@@ -63,9 +63,13 @@ def choose(
         )
     refusals: list[tuple[str, str]] = []
     for name in names if requested is None else (requested,):
-        module = import_module(f"{package}.{name}")
         try:
+            module = import_module(f"{package}.{name}")
             supports(module)
+        except ModuleNotFoundError as missing:
+            if (missing.name or "").partition(".")[0] == __package__:
+                raise  # one of ours: a mistake, not a machine that lacks something
+            refusals.append((name, f"{missing.name} is not installed"))
         except NotImplementedError as refusal:
             refusals.append((name, str(refusal)))
         else:

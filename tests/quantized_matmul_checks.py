@@ -8,9 +8,21 @@ from contextlib import nullcontext
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from kernels import device, quantized_matmul
 from kernels.quantized_matmul import QTensor, prepare, specs
+
+# What adds nothing new to what a test always runs: `pytest -m sweep`.
+IN_SWEEP = (pytest.mark.sweep, pytest.mark.slow)
+# "down" is "up" with a longer loop, which takes longer to trace.
+LOWERED = [
+    *specs.SPECS,
+    *[
+        pytest.param(name, marks=IN_SWEEP if "down" in name and not name.endswith("-16") else ())
+        for name in specs.LARGE_SPECS
+    ],
+]
 
 
 def run(x, w: QTensor, platform: str, implementation: str, on=None, interpret=None):

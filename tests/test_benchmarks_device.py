@@ -44,6 +44,7 @@ def worker(log):
     return device_worker.Worker(log)
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 def test_tiny(tmp_path):
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
@@ -159,7 +160,7 @@ def test_after_the_deadline_nothing_begins(log):
 
 def test_numerics_see_a_wrong_kernel(worker, monkeypatch):
     right = xla.matmul
-    monkeypatch.setattr(xla, "matmul", lambda x, w: right(x, w) + 1e-3)
+    monkeypatch.setattr(xla, "matmul", lambda x, w, out_dtype: right(x, w, out_dtype) + 1e-3)
     worker.sizes = dataclasses.replace(worker.sizes, num_specs=1)
     device_numerics.numerics(worker)
     ends = {name: each for (section, name), each in worker.found.items() if section == "numerics"}

@@ -65,3 +65,22 @@ def test_other_errors_are_not_taken_for_refusals():
         dispatch.choose(
             "kernels.paged_attention", TABLE, platform="cpu", requested=None, supports=supports
         )
+
+
+@pytest.mark.parametrize(
+    ("missing", "is_refusal"), [("absl", True), ("absl.flags", True), ("kernels.typo", False)]
+)
+def test_a_missing_package_refuses_and_a_missing_module_of_ours_is_an_error(
+    missing, is_refusal, monkeypatch
+):
+    def import_module(name):
+        if name.endswith(".reference"):
+            raise ModuleNotFoundError("not there", name=missing)
+        return types.ModuleType(name)
+
+    monkeypatch.setattr(dispatch, "import_module", import_module)
+    if is_refusal:
+        assert choose({}).refusals == (("reference", f"{missing} is not installed"),)
+    else:
+        with pytest.raises(ModuleNotFoundError):
+            choose({})

@@ -71,8 +71,7 @@ def test_xla_matches_the_reference(name):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("source", LAYOUTS)
-@pytest.mark.parametrize("target", LAYOUTS)
+@pytest.mark.parametrize(("source", "target"), [("gpu", "tpu"), ("tpu", "gpu"), ("cpu", "tpu")])
 def test_layouts_hold_the_same_weight(name, source, target):
     rng = np.random.default_rng(0)
     weight = jnp.asarray(rng.standard_normal((48, 256)), jnp.float32)

@@ -131,15 +131,7 @@ def lower(spec: Spec, chip: str):
         return traced.lower(lowering_platforms=("tpu",)).as_text()
 
 
-# "down" is "up" with a longer loop, which takes seconds to trace.
-LONG = [name for name in LARGE_SPECS if "down" in name and not name.endswith("-16")]
-IN_SWEEP = (pytest.mark.sweep, pytest.mark.slow)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=IN_SWEEP if name in LONG else ()) for name in (*SPECS, *LARGE_SPECS)],
-)
+@pytest.mark.parametrize("name", checks.LOWERED)
 def test_it_lowers(name):
     assert "tpu_custom_call" in lower({**SPECS, **LARGE_SPECS}[name], "v6e")
 
