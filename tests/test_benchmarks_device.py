@@ -138,6 +138,8 @@ def test_a_case_that_raises_ends_alone(worker, error, status, capsys):
     assert not worker.wants("numerics", "bad")
 
 
+@pytest.mark.sweep
+@pytest.mark.slow
 def test_a_section_that_raises_leaves_the_others(worker, capsys):
     ran = []
 

@@ -88,7 +88,7 @@ def test_layouts_hold_the_same_weight(name, source, target):
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.sampled_from([2, 16, 64]), st.randoms())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=8, deadline=None)  # each compiles
 def test_nibbles_unpack_to_what_was_packed(rows, chunks, chunk, random):
     codes = np.array(
         [[random.randrange(16) for _ in range(chunks * chunk)] for _ in range(rows)], np.uint8
