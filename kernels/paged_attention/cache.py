@@ -19,6 +19,7 @@ from kernels.paged_attention.tpu_layout import (
     LANES,
     WORD_DTYPES,
     WordsKV,
+    element_dtype,
     pack_rows,
     row_layout,
     unpack_rows,
@@ -166,8 +167,7 @@ def encode_rows(values: Real[Array, "T K 2 H"], like: Any) -> Real[Array, "T *ro
     """Returns rows (of a quantized cache: codes) as a cache's values hold them."""
     if not isinstance(like, WordsKV):
         return encode(values, like.dtype)
-    dtype = next(name for name, word in WORD_DTYPES.items() if word == like.words.dtype.name)
-    return pack_rows(values.astype(dtype))[:, :, None]
+    return pack_rows(values.astype(element_dtype(like.words.dtype)))[:, :, None]
 
 
 def quantize_kv(
@@ -181,6 +181,23 @@ def quantize_kv(
     scales = jnp.abs(values).max(-1) / 127
     codes = jnp.round(values / jnp.where(scales > 0, scales, 1.0)[..., None])
     return jnp.clip(codes, -127, 127).astype(jnp.int8), scales
+
+
+def write_scales(
+    scales: Float32[Array, "P K 2 lanes"],
+    new_scales: Float32[Array, "T K 2"],
+    page: Int[Array, "T"],
+    offset: Int[Array, "T"],
+) -> Float32[Array, "P K 2 lanes"]:
+    """Scatters the scales of whole tokens to their pages and their offsets in them.
+
+    Every axis has an index: a scatter over slices of an inner axis is one for which XLA:TPU
+    changes the layout of all scales and back: 16 times their size (v6e, pages of 128).
+    """
+    head = jnp.arange(scales.shape[1], dtype=jnp.int32)[:, None]
+    half = jnp.arange(2, dtype=jnp.int32)
+    place = scales.at[page[:, None, None], head, half, offset[:, None, None]]
+    return place.set(new_scales, mode="promise_in_bounds")
 
 
 def encode(values: Real[Array, "*dims"], held_as: DTypeLike) -> Real[Array, "*dims"]:

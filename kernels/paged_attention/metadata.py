@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 
 Leaf: TypeAlias = Any  # an Array, or whatever a transformation puts in its place in the pytree
 
@@ -41,3 +42,26 @@ class AttentionMetadata:
     slot_mapping: Leaf
     page_table: Leaf
     is_decode: bool = field(metadata={"static": True})
+
+    def query_tiles(self, num_tokens: int, length: int) -> tuple[Leaf, Leaf, Leaf]:
+        """Returns row and first token of tiles that cover all rows past `num_decodes`.
+
+        Made outside a kernel or loop, where XLA shares the list between layers.
+
+        Args:
+          num_tokens: T.
+          length: tokens of a tile; a row's last tile may have fewer.
+
+        Returns:
+          int32 `[tiles]` rows and first tokens, and how many of the tiles there really are.
+        """
+        num_rows = self.kv_lens.shape[0]
+        row = jnp.arange(num_rows, dtype=jnp.int32)
+        is_tiled = (row >= self.num_decodes) & (row < self.num_seqs)
+        counts = jnp.where(is_tiled, (jnp.diff(self.cu_q_lens) + length - 1) // length, 0)
+        ends = jnp.cumsum(counts)
+        tile = jnp.arange(num_rows + num_tokens // length, dtype=jnp.int32)
+        tile_row = jnp.searchsorted(ends, tile, side="right", method="compare_all")
+        tile_row = jnp.minimum(tile_row, num_rows - 1)
+        begin = self.cu_q_lens[tile_row] + (tile - (ends - counts)[tile_row]) * length
+        return tile_row, begin, ends[-1]

@@ -25,6 +25,7 @@ from kernels.paged_attention.cache import (
     kv_dims,
     quantize_kv,
     values_of,
+    write_scales,
 )
 from kernels.paged_attention.metadata import AttentionMetadata
 from kernels.paged_attention.mosaic_gpu_decode import DecodeKernel
@@ -176,12 +177,9 @@ def write(kv: KVCache, new_kv: Float[Array, "T K 2 H"], slot_mapping: Int[Array,
     codes, scales = quantize_kv(new_kv)
     values = copy_rows(kv.values, encode_rows(codes, kv.values), slot_mapping)
     # TMA writes 16 bytes at least, which four tokens' scales share: XLA scatters those.
-    page_size, num_kv_heads = kv_dims(kv)[1:3]
+    page_size = kv_dims(kv).page_size
     page, offset = slot_mapping // page_size, slot_mapping % page_size
-    head = jnp.arange(num_kv_heads, dtype=jnp.int32)[:, None]
-    half = jnp.arange(2, dtype=jnp.int32)
-    place = kv.scales.at[page[:, None, None], head, half, offset[:, None, None]]
-    return QuantizedKV(values, place.set(scales, mode="promise_in_bounds"))
+    return QuantizedKV(values, write_scales(kv.scales, scales, page, offset))
 
 
 def _attend_decodes(
@@ -249,29 +247,12 @@ def _attend_tiles(
         window=call.window,
         soft_cap=call.soft_cap,
     )
-    rows, tokens = _tiles(metadata, q.shape[0], kernel.tile_queries)
+    rows, tokens, num_tiles = metadata.query_tiles(q.shape[0], kernel.tile_queries)
+    # Tiles too many begin past the last token.
+    is_tile = jnp.arange(rows.size, dtype=jnp.int32) < num_tiles
+    tokens = jnp.where(is_tile, tokens, q.shape[0])
+    rows = rows.astype(jnp.int32)
     return kernel(q, kv, rows, tokens, metadata.kv_lens, metadata.cu_q_lens, metadata.page_table)
-
-
-def _tiles(
-    metadata: AttentionMetadata, num_tokens: int, length: int
-) -> tuple[Int[Array, "tiles"], Int[Array, "tiles"]]:
-    """Returns row and first token of tiles that cover all rows past `num_decodes`.
-
-    Made outside the kernel, where XLA shares it between layers. Tiles too many begin past the
-    last token.
-    """
-    num_rows = metadata.kv_lens.shape[0]
-    row = jnp.arange(num_rows, dtype=jnp.int32)
-    is_tiled = (row >= metadata.num_decodes) & (row < metadata.num_seqs)
-    q_lens = jnp.diff(metadata.cu_q_lens)
-    counts = jnp.where(is_tiled, (q_lens + (length - 1)) // length, 0)
-    ends = jnp.cumsum(counts)
-    tile = jnp.arange(num_rows + num_tokens // length, dtype=jnp.int32)
-    tile_row = jnp.searchsorted(ends, tile, side="right", method="compare_all")
-    tile_row = jnp.minimum(tile_row, num_rows - 1).astype(jnp.int32)
-    token = metadata.cu_q_lens[tile_row] + (tile - (ends - counts)[tile_row]) * length
-    return tile_row, jnp.where(tile < ends[-1], token, num_tokens)
 
 
 def _choose_config(q: Array, kv: KVCache, metadata: AttentionMetadata) -> Config:

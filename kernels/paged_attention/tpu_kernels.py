@@ -94,19 +94,7 @@ def decode(shared: Shared, length: int, *refs: Ref) -> None:
         state.clear()
 
         def fold_block(block: Array, carry: None) -> None:
-            slot = pages.next(index, block)
-            fold = _Block(
-                shared,
-                pages,
-                slot,
-                block,
-                work.first_key[index],
-                work.end_key[index],
-                scales,
-                length,
-            )
-            fold.gather_scales()
-            fold.clear_unseen()
+            fold = _Block.bring(shared, pages, work, index, block, scales, length)
             if bias is None:
                 fold.into(state, lambda unit: q[place, unit], fold.is_seen)
             else:
@@ -137,19 +125,7 @@ def ragged(shared: Shared, length: int, *refs: Ref) -> None:
         state.clear()
 
         def fold_block(block: Array, carry: None) -> None:
-            slot = pages.next(index, block)
-            fold = _Block(
-                shared,
-                pages,
-                slot,
-                block,
-                work.first_key[index],
-                work.end_key[index],
-                scales,
-                length,
-            )
-            fold.gather_scales()
-            fold.clear_unseen()
+            fold = _Block.bring(shared, pages, work, index, block, scales, length)
             key = fold.keys((last_seen.shape[0], fold.size), 1)
             visible = key <= last_seen
             if shared.window is not None:
@@ -208,6 +184,25 @@ class _Block(NamedTuple):
     end_key: Array
     scales: Ref
     length: int
+
+    @classmethod
+    def bring(
+        cls,
+        shared: Shared,
+        pages: Pages,
+        work: Work,
+        index: Array,
+        block: Array,
+        scales: Ref,
+        length: int,
+    ) -> _Block:
+        """Waits for a block of a work's pages, and makes it ready to be folded."""
+        slot = pages.next(index, block)
+        first_key, end_key = work.first_key[index], work.end_key[index]
+        brought = cls(shared, pages, slot, block, first_key, end_key, scales, length)
+        brought._gather_scales()
+        brought._clear_unseen()
+        return brought
 
     @property
     def size(self) -> int:
@@ -312,8 +307,8 @@ class _Block(NamedTuple):
         bits = words << 16 if element == 0 else words & jnp.uint32(0xFFFF0000)
         return pltpu.bitcast(bits, jnp.float32).astype(compute_dtype)
 
-    def clear_unseen(self) -> None:
-        """Puts zeros where no query of the work sees a key; once before `into`.
+    def _clear_unseen(self) -> None:
+        """Puts zeros where no query of the work sees a key.
 
         What is there is NaN, perhaps, and 0 * NaN is NaN: masked scores do not save the sum over
         the values. Of codes only the scales may be NaN.
@@ -342,8 +337,8 @@ class _Block(NamedTuple):
         def _() -> None:
             lax.fori_loop(0, self.pages.pages_per_block, clear_page, None)
 
-    def gather_scales(self) -> None:
-        """Puts the scales of all pages side by side, `[K, 2, keys]`; once before `into`."""
+    def _gather_scales(self) -> None:
+        """Puts the scales of all pages side by side, `[K, 2, keys]`."""
         if self.shared.layout.per_word == 4:
             buffer, page_size = self.pages.buffers[1], self.shared.page_size
             pages = range(self.pages.pages_per_block)

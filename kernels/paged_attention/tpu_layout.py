@@ -108,6 +108,11 @@ class RowLayout(NamedTuple):
         return self.num_groups * self.group_rows
 
 
+def element_dtype(word: DTypeLike) -> str:
+    """Returns the dtype of the elements that words of a dtype hold."""
+    return next(name for name, held in WORD_DTYPES.items() if held == jnp.dtype(word).name)
+
+
 def row_layout(num_kv_heads: int, head_dim: int, dtype: DTypeLike) -> RowLayout:
     """Returns the layout of a cache of `dtype` elements, which must be one of `WORD_DTYPES`."""
     return RowLayout(num_kv_heads, head_dim, 4 // jnp.dtype(dtype).itemsize)
@@ -133,7 +138,7 @@ def unpack_rows(
     words: Shaped[Array, "*tokens R L"], num_kv_heads: int, head_dim: int
 ) -> Real[Array, "*tokens K 2 H"]:
     """Undoes `pack_rows`."""
-    dtype = next(name for name, word in WORD_DTYPES.items() if word == words.dtype.name)
+    dtype = element_dtype(words.dtype)
     layout = row_layout(num_kv_heads, head_dim, dtype)
     tokens = words.shape[:-2]
     words = words.reshape(-1, layout.num_rows, LANES)

@@ -24,6 +24,7 @@ from kernels.paged_attention.cache import (
     kv_dims,
     quantize_kv,
     read_pages,
+    write_scales,
 )
 from kernels.paged_attention.metadata import AttentionMetadata
 from kernels.paged_attention.reference import MASKED, supports
@@ -36,19 +37,12 @@ _BLOCK_QUERIES = 64
 
 def write(kv: KVCache, new_kv: Float[Array, "T K 2 H"], slot_mapping: Int[Array, "T"]) -> KVCache:
     """Scatters rows of whole tokens; see `kernels.paged_attention.write`."""
-    _, page_size, num_kv_heads, _ = kv_dims(kv)
+    page_size = kv_dims(kv).page_size
     page, offset = slot_mapping // page_size, slot_mapping % page_size
     if isinstance(kv, QuantizedKV):
         codes, scales = quantize_kv(new_kv)
-        # Every axis has an index: a scatter over slices of an inner axis is one for which XLA:TPU
-        # changes the layout of all scales and back: 16 times their size (v6e, pages of 128).
-        head = jnp.arange(num_kv_heads, dtype=jnp.int32)[:, None]
-        half = jnp.arange(2, dtype=jnp.int32)
-        scale = kv.scales.at[page[:, None, None], head, half, offset[:, None, None]]
-        return QuantizedKV(
-            _scatter(kv.values, page, offset, codes),
-            scale.set(scales, mode="promise_in_bounds"),
-        )
+        values = _scatter(kv.values, page, offset, codes)
+        return QuantizedKV(values, write_scales(kv.scales, scales, page, offset))
     return _scatter(kv, page, offset, new_kv)
 
 
@@ -116,17 +110,9 @@ def _attend_tiles(
 ) -> Float32[Array, "T K G H"]:
     """Fills in the rows past `num_decodes`, tile by tile of consecutive queries of one row."""
     cu_q_lens, kv_lens = metadata.cu_q_lens, metadata.kv_lens
-    num_tokens, num_rows = queries.shape[0], kv_lens.shape[0]
+    num_tokens = queries.shape[0]
     length = min(_BLOCK_QUERIES, num_tokens)
-    # The list of tiles is made outside the loop, where XLA shares it between layers.
-    row = jnp.arange(num_rows, dtype=jnp.int32)
-    is_tiled = (row >= metadata.num_decodes) & (row < metadata.num_seqs)
-    num_tiles = jnp.where(is_tiled, (jnp.diff(cu_q_lens) + length - 1) // length, 0)
-    tiles_end = jnp.cumsum(num_tiles)
-    tile = jnp.arange(num_rows + num_tokens // length, dtype=jnp.int32)
-    tile_row = jnp.searchsorted(tiles_end, tile, side="right", method="compare_all")
-    tile_row = jnp.minimum(tile_row, num_rows - 1)
-    tile_begin = cu_q_lens[tile_row] + (tile - (tiles_end - num_tiles)[tile_row]) * length
+    tile_row, tile_begin, num_tiles = metadata.query_tiles(num_tokens, length)
 
     def attend_tile(tile: Array, out: Array) -> Array:
         row, begin = tile_row[tile], tile_begin[tile]
@@ -141,7 +127,7 @@ def _attend_tiles(
         update = jnp.where((token == mine)[:, None, None, None], attended, others)
         return lax.dynamic_update_slice_in_dim(out, update, start, 0)
 
-    return lax.fori_loop(0, tiles_end[-1], attend_tile, out)
+    return lax.fori_loop(0, num_tiles, attend_tile, out)
 
 
 class _Layer(NamedTuple):
