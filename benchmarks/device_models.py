@@ -10,7 +10,7 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,6 @@ from device_arrays import random_weight, weight_bytes
 from device_log import OK
 from device_timing import compiling_nothing
 from device_worker import ModelSizes, Worker
-from flax import nnx
 from jax.sharding import Mesh
 
 from jaxinfer.models import llama
@@ -31,7 +30,7 @@ from jaxinfer.quantization import SCHEMES
 from jaxinfer.runner.buckets import Ladders
 from jaxinfer.runner.compile_watch import CompileWatch
 from jaxinfer.runner.kv_cache import CacheSpec, default_page_size
-from jaxinfer.runner.loader import make_abstract_model
+from jaxinfer.runner.loader import make_abstract_model, parameters, shardings_of
 from jaxinfer.runner.model_runner import ModelRunner, PendingStep, RunnerConfig
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.scheduler.page_tables import GroupSpec, PageTables
@@ -348,13 +347,8 @@ def make_model(worker: Worker, scheme: str, layers: int) -> CausalLM:
     )
     model = make_abstract_model(llama, config, context)
     programs: dict[Any, Callable[[jax.Array], Any]] = {}
-    for seed, param in enumerate(_parameters(model)):
+    for seed, (_, param) in enumerate(parameters(model)):
         struct = param.get_value()
-        shardings = jax.tree.map(
-            lambda spec: context.sharding(*spec),
-            param.spec,
-            is_leaf=lambda spec: isinstance(spec, jax.sharding.PartitionSpec),
-        )
         fmt = param.get_metadata().get("fmt")
         key = jax.tree.structure(struct), tuple(jax.tree.leaves(struct)), fmt
         if key not in programs:
@@ -363,7 +357,7 @@ def make_model(worker: Worker, scheme: str, layers: int) -> CausalLM:
                 if len(struct.shape) > 1
                 else partial(_ones, struct)
             )
-            programs[key] = jax.jit(make, out_shardings=shardings)
+            programs[key] = jax.jit(make, out_shardings=shardings_of(param, context))
         param.set_value(programs[key](jnp.uint32(3 * seed)))
     return model
 
@@ -372,15 +366,9 @@ def _ones(struct: Any, _: jax.Array) -> jax.Array:
     return jnp.ones(struct.shape, struct.dtype)
 
 
-def _parameters(model: CausalLM) -> Iterator[nnx.Param]:
-    for _, node in nnx.iter_graph(model):
-        if isinstance(node, nnx.Param):
-            yield node
-
-
 def _weights(model: CausalLM) -> list[Any]:
     """The model's matrices, the embedding first."""
     embedding = model.embedding.weight
-    others = [each for each in _parameters(model) if each is not embedding]
+    others = [each for _, each in parameters(model) if each is not embedding]
     matrices = [each.get_value() for each in others if len(each.get_value().shape) > 1]
     return [embedding.get_value(), *matrices]

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from device_log import FAILED, OK, OUT_OF_MEMORY, OUT_OF_TIME, REFUSED, RESTART_CODE, Log, Result
 from device_report import COPY_CASE, columns_of, line_of
 
+from jaxinfer.testing import LLAMA_8B
 from kernels.bench import PLATFORMS
 
 SHARES = {
@@ -87,20 +88,6 @@ class Sizes:
     is_tiny: bool
 
 
-LLAMA_8B = {
-    "model_type": "llama",
-    "vocab_size": 128256,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "tie_word_embeddings": False,
-}
 _TINY_LLAMA = LLAMA_8B | {
     "vocab_size": 256,
     "hidden_size": 128,

@@ -12,15 +12,11 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from kernels import device
 from kernels.paged_attention import QuantizedKV, attend, kv_dims, write
 from kernels.paged_attention.cache import encode_rows, held_by, holding, read_pages, values_of
 from kernels.paged_attention.specs import Spec, make_inputs
-
-# Specs that add nothing new to those a test always runs: `pytest -m sweep`.
-IN_SWEEP = (pytest.mark.sweep, pytest.mark.slow)
 
 # Float32 sums of up to a few hundred terms of size 1, in any order.
 TOLERANCE = 5e-6

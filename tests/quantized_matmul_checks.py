@@ -9,12 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from sweep import IN_SWEEP
 
 from kernels import device, quantized_matmul
 from kernels.quantized_matmul import QTensor, prepare, specs
 
-# What adds nothing new to what a test always runs: `pytest -m sweep`.
-IN_SWEEP = (pytest.mark.sweep, pytest.mark.slow)
 # "down" is "up" with a longer loop, which takes longer to trace.
 LOWERED = [
     *specs.SPECS,

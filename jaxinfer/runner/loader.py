@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from types import ModuleType
+from typing import Any
 
 import jax
 import numpy as np
@@ -99,13 +100,11 @@ def expected_shapes(model: CausalLM, module: ModuleType) -> dict[str, tuple[int,
 
 def abstract_weights(model: CausalLM) -> None:
     """Gives an abstract model's parameters their shardings: enough to compile its programs."""
-    for _, param in _parameters(model):
+    for _, param in parameters(model):
         sharded = jax.tree.map(
-            lambda leaf, spec: jax.ShapeDtypeStruct(
-                leaf.shape, leaf.dtype, sharding=model.context.sharding(*spec)
-            ),
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
             param.get_value(),
-            param.spec,
+            shardings_of(param, model.context),
         )
         param.set_value(sharded)
 
@@ -115,7 +114,7 @@ def init_random(model: CausalLM, seed: int) -> None:
 
     Norm weights are near 1, biases near 0, matrices keep the size of what they multiply.
     """
-    for path, param in _parameters(model):
+    for path, param in parameters(model):
         buffer = _Buffer(param)
         for part_idx in range(len(param.layout.parts)):
             shape = param.layout.part_shape(part_idx, _shape(param))
@@ -236,12 +235,13 @@ class _TiedHead:
 
 def put_weight(param: nnx.Param, array: np.ndarray, context: ModelContext) -> None:
     """Moves a finished host array to the devices that share it, quantized if the weight is."""
-    if not _is_quantized(param):
-        param.set_value(jax.device_put(array, context.sharding(*param.spec)))
-        return
-    weight = _quantize(array, param.fmt, context.platform)
-    shardings = jax.tree.map(lambda spec: context.sharding(*spec), param.spec)
-    param.set_value(jax.device_put(weight, shardings))
+    weight = _quantize(array, param.fmt, context.platform) if _is_quantized(param) else array
+    param.set_value(jax.device_put(weight, shardings_of(param, context)))
+
+
+def shardings_of(param: nnx.Param, context: ModelContext) -> Any:
+    """Returns how a parameter is split: a sharding, or of a quantized one a pytree of them."""
+    return jax.tree.map(lambda spec: context.sharding(*spec), param.spec)
 
 
 @partial(jax.jit, static_argnums=(1, 2))
@@ -259,7 +259,7 @@ def _shape(param: nnx.Param) -> tuple[int, ...]:
     return param.get_value().shape
 
 
-def _parameters(model: CausalLM) -> Iterator[tuple[str, nnx.Param]]:
+def parameters(model: CausalLM) -> Iterator[tuple[str, nnx.Param]]:
     """Yields (dotted path, parameter), a shared parameter once."""
     for path, node in nnx.iter_graph(model):
         if isinstance(node, nnx.Param):
@@ -269,7 +269,7 @@ def _parameters(model: CausalLM) -> Iterator[tuple[str, nnx.Param]]:
 def _targets(model: CausalLM, weight_map: Mapping[str, Weight]) -> dict[str, _Target]:
     """Returns where each tensor the model needs belongs, by its checkpoint name."""
     targets = {}
-    for path, param in _parameters(model):
+    for path, param in parameters(model):
         pattern, layer = path, ""
         if path.startswith("layers."):
             _, layer, rest = path.split(".", 2)

@@ -88,7 +88,7 @@ def attention_programs(target: str, implementation: str) -> dict[str, Callable[[
         )
 
     def make(spec: attention_specs.Spec) -> Program:
-        platform = _platform(target)
+        platform = device.KNOWN_DEVICES[target].platform
         q, kv, metadata = jax.eval_shape(
             partial(attention_specs.make_inputs, spec, platform=platform)
         )
@@ -126,7 +126,7 @@ def matmul_programs(target: str, implementation: str) -> dict[str, Callable[[], 
     """Returns one layer's products of an 8B model, every format, decode and prefill."""
 
     def make(spec: matmul_specs.Spec) -> Program:
-        platform = _platform(target)
+        platform = device.KNOWN_DEVICES[target].platform
         inputs = matmul_specs.abstract_inputs(spec, platform)
         call = partial(quantized_matmul.matmul, platform=platform, implementation=implementation)
         return call, inputs, ()
@@ -164,10 +164,6 @@ def compile_program(target: str, program: Program, folder: Path) -> dict[str, An
         kernels = [k for f in files for k in targets.ptxas(f, targets.ARCHITECTURES[target])]
         report["kernels"] = [vars(kernel) for kernel in kernels]
     return report
-
-
-def _platform(target: str) -> str:
-    return "tpu" if target in targets.TOPOLOGIES else "gpu"
 
 
 if __name__ == "__main__":

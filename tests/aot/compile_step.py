@@ -9,7 +9,6 @@ JSON object.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import re
 import time
@@ -27,25 +26,10 @@ from jaxinfer.runner.compile_watch import CompileWatch
 from jaxinfer.runner.kv_cache import CacheSpec, default_page_size
 from jaxinfer.runner.loader import abstract_weights, make_abstract_model
 from jaxinfer.runner.model_runner import ModelRunner, RunnerConfig
+from jaxinfer.testing import LLAMA_8B
 from kernels import device
 from kernels.paged_attention import kv_partition
 
-LLAMA_8B = {
-    "model_type": "llama",
-    "vocab_size": 128256,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "attention_bias": False,
-    "mlp_bias": False,
-    "tie_word_embeddings": False,
-}
 MAX_MODEL_LEN = 8192
 NUM_SEQS = 16
 NUM_TOKENS = 256
@@ -62,7 +46,7 @@ def main() -> None:
     targets.prepare()
     runner = make_runner(args.target, args.scheme, args.layers, args.tensor_parallel)
     rung = {"decode": NUM_SEQS, "ragged": NUM_TOKENS}[args.kind]
-    with assumed(args.target):
+    with device.assume(device.KNOWN_DEVICES[args.target]):
         begin = time.perf_counter()
         lowered = runner.lower(args.kind, rung)
         traced = time.perf_counter()
@@ -84,7 +68,7 @@ def main() -> None:
 def make_runner(target: str, scheme: str, num_layers: int, tensor_parallel: int) -> ModelRunner:
     """Returns a runner over an abstract model on a target's devices."""
     chips = np.array(targets.devices(target)[:tensor_parallel])
-    platform = "tpu" if target in targets.TOPOLOGIES else "gpu"
+    platform = device.KNOWN_DEVICES[target].platform
     context = ModelContext(
         mesh=Mesh(chips.reshape(1, -1), ("data", "tensor")),
         platform=platform,
@@ -116,13 +100,6 @@ def make_runner(target: str, scheme: str, num_layers: int, tensor_parallel: int)
     return ModelRunner(model, runner_config, config.vocab_size, CompileWatch())
 
 
-@contextlib.contextmanager
-def assumed(target: str):
-    """Traces for a target: our kernels ask `kernels.device`, jax's rules the abstract mesh."""
-    with device.assume(device.KNOWN_DEVICES[target]):
-        yield
-
-
 def local_parts(runner: ModelRunner) -> list[jax.ShapeDtypeStruct]:
     """Returns one device's part of each array of one layer's cache."""
     config = runner.config
@@ -140,10 +117,8 @@ def local_parts(runner: ModelRunner) -> list[jax.ShapeDtypeStruct]:
 
 
 def kernel_calls(hlo: str) -> list[str]:
-    """Returns the names of the kernels an optimized program calls."""
-    return re.findall(r'kernel_name["\\]*:\s*["\\]*([\w.]+)', hlo) or re.findall(
-        r'custom_call_target="([^"]+)"', hlo
-    )
+    """Returns the targets of an optimized program's custom calls."""
+    return re.findall(r'custom_call_target="([^"]+)"', hlo)
 
 
 if __name__ == "__main__":

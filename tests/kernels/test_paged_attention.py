@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, PartitionSpec
 from paged_attention_checks import SMALL_SPECS, TOLERANCE, small
+from sweep import IN_SWEEP
 
 from kernels.paged_attention import attend, kv_partition
 from kernels.paged_attention.cache import WordsKV, values_of
@@ -40,7 +41,7 @@ def test_equals_the_formula(spec, name):
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=() if name in QUICK else checks.IN_SWEEP) for name in SPECS],
+    [pytest.param(name, marks=() if name in QUICK else IN_SWEEP) for name in SPECS],
 )
 def test_equals_the_reference(name):
     checks.check_reference("cpu", "xla", SPECS[name])

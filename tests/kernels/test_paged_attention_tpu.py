@@ -10,6 +10,7 @@ import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+from sweep import IN_SWEEP
 
 from kernels import device, tuning
 from kernels.paged_attention import attend, choose, kv_structs, write
@@ -90,7 +91,7 @@ def held_by_a_tpu(spec):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in QUICK else checks.IN_SWEEP) for n in SPECS]
+    "name", [pytest.param(n, marks=() if n in QUICK else IN_SWEEP) for n in SPECS]
 )
 def test_equals_the_reference(name, interpreted):
     checks.check_reference(*CALL, held_by_a_tpu(SPECS[name]))

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+from sweep import IN_SWEEP
 
 from kernels import device, tuning
 from kernels.paged_attention import QuantizedKV, choose, kv_structs, triton_kernels, write
@@ -57,7 +58,7 @@ ALWAYS = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in ALWAYS else checks.IN_SWEEP) for name in SPECS]
+    "name", [pytest.param(name, marks=() if name in ALWAYS else IN_SWEEP) for name in SPECS]
 )
 def test_equals_the_reference(name, interpreted):
     checks.check_reference(*CALL, checks.in_float32(SPECS[name]))

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import quantized_matmul_checks as checks
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+from sweep import IN_SWEEP
 
 from kernels import device, tuning
 from kernels.quantized_matmul import FORMATS, QFormat, QTensor, choose, dequantize, matmul, prepare
@@ -37,10 +38,10 @@ def test_it_matches_the_reference(name):
     "name",
     [
         "int8-decode-16",
-        pytest.param("fp8-decode-8", marks=checks.IN_SWEEP),
+        pytest.param("fp8-decode-8", marks=IN_SWEEP),
         "int4-decode-64",
-        pytest.param("int4-g16-decode-2", marks=checks.IN_SWEEP),
-        pytest.param("uint4-g32-decode-8", marks=checks.IN_SWEEP),
+        pytest.param("int4-g16-decode-2", marks=IN_SWEEP),
+        pytest.param("uint4-g32-decode-8", marks=IN_SWEEP),
         "nf4-decode-8",
     ],
 )
