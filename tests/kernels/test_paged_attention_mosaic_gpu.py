@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import paged_attention_checks as checks
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import Mesh, PartitionSpec
 
 from kernels import device, tuning
@@ -25,10 +24,6 @@ from kernels.paged_attention.specs import SPECS, Spec, make_inputs
 
 NAME = "pallas_mosaic_gpu"
 CALL = ("gpu", NAME)
-HAS_INTERPRETER = hasattr(plgpu, "InterpretGPUParams")
-needs_interpreter = pytest.mark.skipif(
-    not HAS_INTERPRETER, reason=f"jax {jax.__version__} has no public interpreter of Mosaic GPU"
-)
 # Two splits, so that they are merged; few blocks in shared memory, so that they are reused.
 CONFIG = Config(64, 2, 2, 64, 2, 2, 1)
 
@@ -40,8 +35,8 @@ def h200():
 
 
 @pytest.fixture
-def interpreted():
-    params = plgpu.InterpretGPUParams(detect_races=True)
+def interpreted(mosaic_gpu_interpreter):
+    params = mosaic_gpu_interpreter(detect_races=True)
     with device.interpreted(params), tuning.force(CONFIG):
         yield
 
@@ -106,37 +101,31 @@ def in_16_bits(spec):
     return dataclasses.replace(spec, dtype="bfloat16", kv_dtype=kv_dtype)
 
 
-@needs_interpreter
 @pytest.mark.parametrize("name", SMALL)
 def test_equals_the_formula_without_races(name, interpreted):
     checks.check_formula(*CALL, SMALL[name])
 
 
-@needs_interpreter
 @pytest.mark.parametrize("name", ["decode-window-soft-cap", "decode-80", "mixed-window-soft-cap"])
 def test_unseen_slots_do_not_matter(name, interpreted):
     checks.check_unseen_slots(*CALL, SMALL[name])
 
 
-@needs_interpreter
 @pytest.mark.parametrize("name", ["decode-int8-page-128", "mixed-256"])
 def test_page_numbers_do_not_matter(name, interpreted):
     checks.check_page_numbers(*CALL, SMALL[name])
 
 
-@needs_interpreter
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8"])
 def test_padding_does_not_matter(kv_dtype, interpreted):
     checks.check_padding(*CALL, spec_of([(1, 70)], padding=(1, 1), kv_dtype=kv_dtype))
 
 
-@needs_interpreter
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8"])
 def test_writes_tokens_into_their_slots(kv_dtype, interpreted):
     checks.check_write(*CALL, spec_of([(1, 29), (30, 40)], kv_dtype=kv_dtype, padding=(1, 1)))
 
 
-@needs_interpreter
 def test_a_dead_row_harms_no_other(interpreted):
     """A row whose pages are all page 0, which holds NaN."""
     spec = spec_of(DECODES)
