@@ -134,9 +134,10 @@ def _decode_calls(worker: Worker, implementation: str, inputs: Lazy[Any]) -> Cal
 def matmul_groups(worker: Worker) -> Iterator[tuple[str, Group]]:
     """Yields (what they share, calls) of matmul: bfloat16 first, then the important formats."""
     specs = _tiny_specs() if worker.sizes.is_tiny else matmul_specs.LARGE_SPECS
+    known = FORMATS | matmul_specs.FILE_FORMATS
     matrices: dict[tuple[int, str], dict[str, matmul_specs.Spec]] = {}
     for name, spec in specs.items():
-        fmt = next(key for key, value in FORMATS.items() if value == spec.fmt)
+        fmt = next(key for key, value in known.items() if value == spec.fmt)
         matrix = name.removesuffix(f"-{fmt}-{spec.num_tokens}")
         order = [*_FORMAT_ORDER, fmt].index(fmt)
         matrices.setdefault((order, f"{matrix}-{fmt}"), {})[name] = spec

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from kernels import native_build
+
 ROOT = Path(__file__).parents[1]
 SOURCES = ("pyproject.toml", "README.md", "LICENSE", "jaxinfer", "kernels")
 MIN_SETUPTOOLS = 77  # for the licence's SPDX name; as in [build-system]
@@ -30,6 +32,13 @@ def _build_options():
     return []
 
 
+def _has_compiler():
+    try:
+        return bool(native_build.find_compiler())
+    except native_build.BuildError:
+        return False
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wheel")
@@ -37,9 +46,8 @@ def wheel(tmp_path_factory):
     source.mkdir()
     for name in SOURCES:  # a copy: building leaves folders behind
         if (ROOT / name).is_dir():
-            shutil.copytree(
-                ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__")
-            )
+            built = shutil.ignore_patterns("__pycache__", "*.so")
+            shutil.copytree(ROOT / name, source / name, ignore=built)
         else:
             shutil.copy(ROOT / name, source / name)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"]
@@ -59,16 +67,20 @@ def test_the_wheel_holds_the_packages(wheel):
     expected = {
         str(path.relative_to(ROOT))
         for package in ("jaxinfer", "kernels")
-        for pattern in ("*.py", "py.typed", "*.jinja", "*.json")
+        for pattern in ("*.py", "py.typed", "*.jinja", "*.json", "*.txt", "*.cc", "*.h")
         for path in (ROOT / package).rglob(pattern)
     }
     assert "jaxinfer/text/templates/chatml.jinja" in expected
+    assert "jaxinfer/data/evaluation.txt" in expected
     assert {"jaxinfer/py.typed", "kernels/py.typed"} <= expected
     assert expected - held == set()
     info = f"jaxinfer-{wheel.name.split('-')[1]}.dist-info"
     assert f"{info}/licenses/LICENSE" in held
     packages = {name.split("/")[0] for name in held}
     assert packages == {"jaxinfer", "kernels", info}, "nothing else becomes importable"
+    library = str(native_build.LIBRARY.relative_to(ROOT))
+    assert (library in held) == _has_compiler()
+    assert not wheel.name.endswith("-any.whl"), "a library is for one platform"
 
 
 def test_it_works_without_the_checkout(wheel, tmp_path):
@@ -81,6 +93,8 @@ def test_it_works_without_the_checkout(wheel, tmp_path):
         f"import sys; sys.path.insert(0, {str(target)!r})\n"
         "import jaxinfer, kernels, jaxinfer.llm, kernels.paged_attention\n"
         "from jaxinfer.text import chat_template\n"
+        "from kernels.quantized_matmul import cpu\n"
+        f"assert cpu.is_available() == {_has_compiler()}, cpu.unavailable()\n"
         "print(jaxinfer.__file__, kernels.__file__)\n"
     )
     result = run(sys.executable, "-I", "-c", code, cwd=tmp_path)

@@ -1,7 +1,7 @@
 """Attention over a paged key/value cache: `write` new keys and values, then `attend` to them.
 
-Implementations: `reference` (the contract), `xla` (any backend). To add one, write its module
-with `supports`, `attend` and `write` and name it in `IMPLEMENTATIONS`.
+Implementations: `reference` (the contract), `xla` (any backend), `cpu` (C++), Pallas kernels. To
+add one, write its module with `supports`, `attend` and `write` and name it in `IMPLEMENTATIONS`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 IMPLEMENTATIONS = {
-    "cpu": ("xla", "reference"),
+    "cpu": ("cpu", "xla", "reference"),
     "gpu": ("pallas_mosaic_gpu", "pallas_triton", "xla", "reference"),
     "tpu": ("pallas_tpu", "xla", "reference"),
 }

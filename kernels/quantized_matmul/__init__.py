@@ -1,7 +1,8 @@
 """`x @ dequantize(w).T` for weights that stay quantized: int8, fp8 and 4-bit codes in groups.
 
-Implementations: `reference` (the contract), `xla` (any backend). To add one, write its module with
-`supports(x, w)` and `matmul(x, w, out_dtype)` and name it in `IMPLEMENTATIONS`.
+Implementations: `reference` (the contract), `xla` (any backend), `cpu` (C++), and Pallas kernels.
+To add one, write its module with `supports(x, w)` and `matmul(x, w, out_dtype)` and name it in
+`IMPLEMENTATIONS`.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from kernels.quantized_matmul.format import (
     QTensor,
     dequantize,
     prepare,
-    quantize,
 )
+from kernels.quantized_matmul.rounding import quantize
 
 __all__ = [
     "FORMATS",
@@ -37,7 +38,7 @@ __all__ = [
 ]
 
 IMPLEMENTATIONS = {
-    "cpu": ("xla", "reference"),
+    "cpu": ("cpu", "xla", "reference"),
     "gpu": ("pallas_mosaic_gpu", "pallas_triton", "xla", "reference"),
     "tpu": ("pallas_tpu", "xla", "reference"),
 }

@@ -11,14 +11,14 @@ from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 from jax.sharding import PartitionSpec
-from jaxtyping import Float, Float32, UInt8
+from jaxtyping import Float, Float32, Int32, UInt8
 
 Leaf: TypeAlias = Any  # an Array, or whatever a transformation puts in its place in the pytree
 Code: TypeAlias = Literal["int8", "fp8", "int4", "uint4"]
 Activations: TypeAlias = Literal["float", "int8"]
+Rounding: TypeAlias = Literal["absmax", "ggml", "hqq"]
 
 GROUP_SIZES = (16, 32, 64, 128)
 """Weights per scale along I; the whole row, I, is allowed as well."""
@@ -31,8 +31,10 @@ NF4 = (
 )
 """The 16 values of NormalFloat4 (arXiv 2305.14314, appendix E)."""
 
+E2M1 = tuple(s * v for s in (1.0, -1.0) for v in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
+"""The values of 4-bit floats with two bits of exponent, by their bits: what MXFP4 scales."""
+
 _SIGNED_BIAS = 8  # an int4 code -8..7 is stored as 0..15
-_LARGEST = {"int8": 127.0, "fp8": 448.0, "int4": 7.0}
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class Layout:
     Attributes:
       nibble_chunk: columns whose codes share `nibble_chunk / 2` bytes: byte j of a chunk holds the
         code of the chunk's column j in its low half, of column `j + nibble_chunk / 2` in its high.
-        2 is the canonical order: even columns low.
+        2 is the canonical order: even columns low. I is a multiple of it.
       native_int4: 4-bit codes are a `jnp.int4` or `jnp.uint4` array `[O, I]` instead.
       groups_first: scale and offset are `[I / group_size, O]` instead of `[O, I / group_size]`.
     """
@@ -54,7 +56,7 @@ class Layout:
 
 CANONICAL = Layout()
 LAYOUTS = {
-    "cpu": CANONICAL,
+    "cpu": Layout(nibble_chunk=32),
     "gpu": Layout(nibble_chunk=64, groups_first=True),
     "tpu": Layout(native_int4=True, groups_first=True),
 }
@@ -67,9 +69,13 @@ class QFormat:
     Attributes:
       code: `int8` (-127..127), `fp8` (float8_e4m3fn), `int4` (-8..7), `uint4` (0..15).
       group_size: weights along I that share a scale, one of GROUP_SIZES; None for a whole row.
-      has_offset: `w = scale * q + offset` with an offset per group, else `w = scale * q`.
+      has_offset: `w = scale * q + offset` with an offset per group, for `int8` and `uint4` codes;
+        else `w = scale * q`.
       codebook: 16 values for `uint4` codes: `w = scale * codebook[q]`.
       activations: `float` multiplies by x as it is; `int8` rounds each row of x to 255 steps.
+      rounding: how codes are chosen: by each group's range, bit for bit as ggml does, or by
+        half-quadratic quantization. Only `quantize` asks.
+      scale_dtype: of scales and offsets.
     """
 
     code: Code
@@ -77,16 +83,24 @@ class QFormat:
     has_offset: bool = False
     codebook: tuple[float, ...] | None = None
     activations: Activations = "float"
+    rounding: Rounding = "absmax"
+    scale_dtype: Literal["float32", "float16", "bfloat16"] = "float32"
 
     def __post_init__(self) -> None:
         if self.group_size is not None and self.group_size not in GROUP_SIZES:
             raise ValueError(f"group_size {self.group_size}: pass one of {GROUP_SIZES} or None")
         if self.code == "uint4" and self.has_offset == (self.codebook is not None):
             raise ValueError("uint4 codes need either an offset or a codebook")
-        if self.code != "uint4" and (self.has_offset or self.codebook):
-            raise ValueError(f"only uint4 codes have an offset or a codebook, not {self.code}")
+        if self.code != "uint4" and self.codebook is not None:
+            raise ValueError(f"only uint4 codes have a codebook, not {self.code}")
+        if self.code in ("int4", "fp8") and self.has_offset:
+            raise ValueError(f"only int8 and uint4 codes have an offset, not {self.code}")
         if self.codebook is not None and len(self.codebook) != 16:
             raise ValueError(f"a codebook has 16 values, not {len(self.codebook)}")
+        if self.rounding == "ggml" and (self.code not in ("int8", "int4") or self.has_offset):
+            raise ValueError(f"ggml rounding is for int8 and int4 without offset, not {self.code}")
+        if self.rounding == "hqq" and not self.has_offset:
+            raise ValueError("hqq rounding optimizes an offset: set has_offset")
 
 
 FORMATS = {
@@ -111,8 +125,9 @@ class QTensor:
 
         w = scale[g] * q + offset[g]      or      w = scale[g] * codebook[q]
 
-    Invariants: `I % group_size == 0`; offset and codebook only with `uint4`, never both; scale and
-    offset have one shape and keep their source's exact values (float16, bfloat16 or float32).
+    Invariants: `I % group_size == 0`; offset only with `int8` and `uint4`, codebook only with
+    `uint4`, never both; scale and offset have one shape and keep their source's exact values
+    (float16, bfloat16 or float32).
 
     Attributes:
       qvalue: int8 or float8_e4m3fn `[O, I]`; 4-bit codes two a byte, uint8 `[O, I / 2]`, or as
@@ -154,74 +169,65 @@ class QTensor:
         return self.code in ("int4", "uint4")
 
 
-def quantize(
-    weight: Float[Array, "O I"], fmt: QFormat, scale_dtype: jax.typing.DTypeLike = jnp.float32
-) -> QTensor:
-    """Rounds a matrix to a format by each group's range, in the canonical layout.
-
-    Symmetric codes use `scale = max|w| / largest code`; offsets are the group's minimum.
-
-    Raises:
-      ValueError: the group size does not divide I, or 4-bit codes meet an odd I.
-    """
-    num_rows, num_columns = weight.shape
-    group_size = fmt.group_size or num_columns
-    if num_columns % group_size or (fmt.code.endswith("int4") and num_columns % 2):
-        raise ValueError(
-            f"a matrix {weight.shape} cannot be quantized to {fmt.code} in groups of {group_size}: "
-            f"I must be a multiple of the group size, and even for 4-bit codes"
-        )
-    groups = weight.astype(jnp.float32).reshape(num_rows, -1, group_size)
-    offset = codebook = None
-    if fmt.has_offset:
-        offset = groups.min(-1).astype(scale_dtype)
-        spread = groups.max(-1) - offset.astype(jnp.float32)
-        scale = (spread / 15.0).astype(scale_dtype)
-        scaled = _divide(groups - offset.astype(jnp.float32)[..., None], scale)
-        codes = jnp.clip(jnp.round(scaled), 0, 15)
-    elif fmt.codebook is not None:
-        codebook = jnp.asarray(fmt.codebook, jnp.float32)
-        scale = (jnp.abs(groups).max(-1) / max(map(abs, fmt.codebook))).astype(scale_dtype)
-        codes = _nearest(_divide(groups, scale), fmt.codebook)
-    else:
-        largest = _LARGEST[fmt.code]
-        scale = (jnp.abs(groups).max(-1) / largest).astype(scale_dtype)
-        codes = jnp.clip(_divide(groups, scale), -largest, largest)
-        codes = codes if fmt.code == "fp8" else jnp.round(codes)
-    return QTensor(
-        _store(codes.reshape(num_rows, num_columns), fmt.code),
-        scale,
-        offset,
-        codebook,
-        code=fmt.code,
-        group_size=group_size,
-        activations=fmt.activations,
-    )
-
-
 def dequantize(w: QTensor) -> Float32[Array, "O I"]:
     """Returns the matrix a QTensor of any layout stands for; columns stay in the stored order."""
-    w = prepare(w, CANONICAL)
     codes = decode(w)
     if w.codebook is not None:
-        codes = w.codebook[codes.astype(jnp.int32)]
+        codes = jnp.asarray(w.codebook)[codes.astype(jnp.int32)]
     groups = codes.astype(jnp.float32).reshape(w.shape[0], -1, w.group_size)
-    weight = groups * w.scale.astype(jnp.float32)[..., None]
+    weight = groups * _per_row(w, w.scale)[..., None]
     if w.offset is not None:
-        weight = weight + w.offset.astype(jnp.float32)[..., None]
+        weight = weight + _per_row(w, w.offset)[..., None]
     return weight.reshape(w.shape)
 
 
+def take_rows(
+    w: QTensor, ids: Int32[Array, " T"], dtype: jax.typing.DTypeLike
+) -> Float[Array, "T I"]:
+    """Returns rows of the matrix, their columns in logical order, dequantizing only those.
+
+    Args:
+      w: a weight of any layout.
+      ids: rows; those outside 0..O-1 count as the nearest that exists.
+      dtype: of the result, rounded to once: products and sums are float32.
+    """
+    axis = 1 if w.layout.groups_first else 0
+    rows = dataclasses.replace(
+        w,
+        qvalue=_take(w.qvalue, ids, 0),
+        scale=_take(w.scale, ids, axis),
+        offset=None if w.offset is None else _take(w.offset, ids, axis),
+    )
+    taken = dequantize(rows)
+    if w.perm is not None:
+        taken = taken.at[:, w.perm].set(taken, unique_indices=True)
+    return taken.astype(dtype)
+
+
 def decode(w: QTensor) -> Array:
-    """Returns the codes `[O, I]` of a canonical QTensor: int8 numbers, or float8 as they are."""
+    """Returns a QTensor's codes `[O, I]` in any layout: int8 numbers, or float8 as they are."""
+    qvalue = jnp.asarray(w.qvalue)
     if not w.is_4bit:
-        return w.qvalue
-    codes = unpack_nibbles(w.qvalue).astype(jnp.int8)
+        return qvalue
+    if w.layout.native_int4:
+        return qvalue.astype(jnp.int8)
+    codes = unpack_nibbles(qvalue, w.layout.nibble_chunk).astype(jnp.int8)
     return codes - jnp.int8(_SIGNED_BIAS) if w.code == "int4" else codes
+
+
+def encode(codes: Float32[Array, "O I"], code: Code) -> Array:
+    """Returns code numbers as a canonical QTensor's `qvalue`: what `decode` undoes."""
+    if code == "fp8":
+        return codes.astype(jnp.float8_e4m3fn)
+    if code == "int8":
+        return codes.astype(jnp.int8)
+    return pack_nibbles((codes + (_SIGNED_BIAS if code == "int4" else 0)).astype(jnp.uint8))
 
 
 def prepare(w: QTensor, layout: Layout | str) -> QTensor:
     """Returns the same matrix in another layout, or in that of a platform ("cpu", "gpu", "tpu").
+
+    Leaves may be numpy arrays; those that need no change stay what they are.
 
     Raises:
       ValueError: 4-bit codes whose I is not a multiple of the layout's chunk.
@@ -230,7 +236,14 @@ def prepare(w: QTensor, layout: Layout | str) -> QTensor:
         layout = LAYOUTS[layout]
     if layout == w.layout:
         return w
-    qvalue = _rearrange(w, layout) if w.is_4bit else w.qvalue
+    if w.is_4bit and w.shape[1] % layout.nibble_chunk:
+        raise ValueError(
+            f"a weight {w.shape} of 4-bit codes has no layout in chunks of {layout.nibble_chunk} "
+            f"columns: I must be a multiple of {layout.nibble_chunk}; use a format of 8 bits"
+        )
+    qvalue = w.qvalue
+    if w.is_4bit and _nibbles_of(layout) != _nibbles_of(w.layout):
+        qvalue = _rearrange(w, layout)
     scale, offset = w.scale, w.offset
     if layout.groups_first != w.layout.groups_first:
         scale, offset = scale.T, None if offset is None else offset.T
@@ -256,45 +269,38 @@ def quantize_rows(x: Float[Array, "T I"]) -> tuple[Array, Float32[Array, "T 1"]]
     """Returns each row as int8 codes and its scale, `max|x| / 127`: what `int8` activations are."""
     x = x.astype(jnp.float32)
     scale = jnp.abs(x).max(1, keepdims=True) / 127.0
-    return jnp.round(_divide(x, scale[:, 0])).astype(jnp.int8), scale
+    return jnp.round(divide_groups(x, scale[:, 0])).astype(jnp.int8), scale
 
 
 def _rearrange(w: QTensor, layout: Layout) -> Array:
     """Moves 4-bit codes from one layout to another."""
-    bias = np.uint8(_SIGNED_BIAS if w.code == "int4" else 0)
-    native = jnp.int4 if w.code == "int4" else jnp.uint4
-    if w.layout.native_int4:
-        # int8 arithmetic wraps, so adding the bias as uint8 is right for negative codes too.
-        codes = w.qvalue.astype(jnp.int8).astype(jnp.uint8) + bias
-    else:
-        codes = unpack_nibbles(w.qvalue, w.layout.nibble_chunk)
+    codes = decode(w)
     if layout.native_int4:
-        return (codes - bias).astype(jnp.int8).astype(native)
-    return pack_nibbles(codes, layout.nibble_chunk)
+        return codes.astype(jnp.int4 if w.code == "int4" else jnp.uint4)
+    bias = jnp.int8(_SIGNED_BIAS if w.code == "int4" else 0)
+    return pack_nibbles((codes + bias).astype(jnp.uint8), layout.nibble_chunk)
 
 
-def _store(codes: Array, code: Code) -> Array:
-    """Returns float codes as a canonical QTensor keeps them."""
-    if code == "fp8":
-        return codes.astype(jnp.float8_e4m3fn)
-    if code == "int8":
-        return codes.astype(jnp.int8)
-    return pack_nibbles((codes + (_SIGNED_BIAS if code == "int4" else 0)).astype(jnp.uint8))
+def _nibbles_of(layout: Layout) -> tuple[int, bool]:
+    """What of a layout says where 4-bit codes are."""
+    return layout.nibble_chunk, layout.native_int4
 
 
-def _divide(values: Array, scale: Array) -> Float32[Array, "..."]:
+def _per_row(w: QTensor, of_groups: Leaf) -> Float32[Array, "O groups"]:
+    """Returns scales or offsets of any layout with a weight's rows first."""
+    rows_first = of_groups.T if w.layout.groups_first else of_groups
+    return jnp.asarray(rows_first).astype(jnp.float32)
+
+
+def _take(array: Leaf, ids: Array, axis: int) -> Array:
+    """Returns slices of an array, which may be numpy's."""
+    return jnp.take(jnp.asarray(array), ids, axis=axis, mode="clip")
+
+
+def divide_groups(values: Array, scale: Array) -> Float32[Array, "..."]:
     """Returns `values / scale[..., None]`, zero where the scale is zero."""
     scale = scale.astype(jnp.float32)[..., None]
     return jnp.where(scale == 0, 0.0, values / jnp.where(scale == 0, 1.0, scale))
-
-
-def _nearest(values: Array, codebook: tuple[float, ...]) -> Array:
-    """Returns the index of the nearest codebook value; the codebook may be in any order."""
-    order = np.argsort(codebook, kind="stable")
-    ordered = np.asarray(codebook, np.float32)[order]
-    middles = jnp.asarray((ordered[1:] + ordered[:-1]) / 2)
-    index = jnp.searchsorted(middles, values, method="compare_all")
-    return jnp.asarray(order.astype(np.float32))[index]
 
 
 def partition_specs(

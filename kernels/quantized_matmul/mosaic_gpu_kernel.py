@@ -21,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import BFloat16, Float, Float32
 
-from kernels._compat import load_as, transpose_ref
+from kernels._compat import load_as, store_as_is, transpose_ref
 from kernels.quantized_matmul import mosaic_gpu_codes as codes
 from kernels.quantized_matmul.format import QTensor
 from kernels.quantized_matmul.mosaic_gpu_codes import ROWS
@@ -108,7 +108,7 @@ def run(
     rows: Array,
     w: QTensor,
     out_dtype: DTypeLike | None = None,
-    row_scale: Float32[Array, "R 1"] | None = None,
+    row_scale: Float32[Array, "T 1"] | None = None,
 ) -> Float[Array, "R O"]:
     """Returns `rows @ codes.T`, scaled if scales are per group; its last rows are padding.
 
@@ -219,7 +219,9 @@ def _kernel(
                     sums = sums * _spread(extra[name].at[place], sums.shape, axis, optimized=False)
             part = block - tile * steps // config.steps_per_block
             sums = plgpu.layout_cast(sums.astype(out.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
-            transpose_ref(out.at[part, tokens, columns])[...] = sums
+            # Eight neighbours in a warp are all that store next to each other: of 16-bit numbers
+            # that is half of what device memory writes at once, which jax 0.12 wants to be told.
+            store_as_is(transpose_ref(out.at[part, tokens, columns]), sums)
 
         lax.fori_loop(first // steps, pl.cdiv(last, steps), multiply, None)
 

@@ -62,7 +62,8 @@ class Config:
         counts = (4, 3, 2, 1) if is_decode else (2, 1)
         num_warpgroups = next(n for n in counts if num_out % (n * ROWS) == 0)
         # As wide as rows of 128 bytes, if what is unpacked at once fits in registers.
-        widths = (256, 128, 64) if w.is_4bit and tile_tokens < 64 else (128, 64)
+        is_large = not w.is_4bit or (w.codebook is not None and w.group_size < 64)
+        widths = (128, 64) if is_large or tile_tokens >= 64 else (256, 128, 64)
         tile_in = next(n for n in (widths if is_decode else (64,)) if num_in % n == 0)
 
         groups = max(tile_in // w.group_size, 1) if is_grouped else 0

@@ -244,12 +244,12 @@ class _Block:
         for group, pieces in groupby(self.pieces(step, stored), key=lambda piece: piece[0]):
             sums: list[Array] = []
             sums_of_x: list[Array] = []
-            for _, codes, x, words in pieces:
+            for _, codes, x, values in pieces:
                 sums.append(_dot(codes, x))
                 if plan.has_offset:
-                    sums_of_x.append(_dot(triton_codes.constant(1.0, words, plan.dtype), x))
+                    sums_of_x.append(_dot(triton_codes.constant(1.0, values, plan.dtype), x))
                 elif plan.code_base:
-                    base = triton_codes.constant(-float(plan.code_base), words, plan.dtype)
+                    base = triton_codes.constant(-float(plan.code_base), values, plan.dtype)
                     sums.append(_dot(base, x))
             yield group, reduce(add, sums), reduce(add, sums_of_x) if sums_of_x else None
 

@@ -64,17 +64,21 @@ def from_nibbles(words: Array, nibble: int, code: str, dtype: Any, codebook: Any
     return jnp.stack(numbers, -1).reshape(words.shape[0], -1)
 
 
-def constant(value: float, words: Array, dtype: Any) -> Array:
-    """Returns numbers shaped like decoded words `[O, K]`, `[O, 2K]`, that all have one value.
+def constant(value: float, stored: Array, dtype: Any) -> Array:
+    """Returns numbers that all have one value, shaped like decoded bytes `[O, K]` or words.
 
     Triton fetches x ahead only if all products that take it lay it out alike, which follows from
-    how their other operand came to be: so this is a function of the words too.
+    how their other operand came to be: so this is a function of what is stored too.
     """
-    if dtype == jnp.float32:
-        return jnp.full((words.shape[0], 2 * words.shape[1]), value, dtype)
-    zero = words >> np.uint32(31) >> np.uint32(1)
+    is_words = stored.dtype == jnp.uint32
+    if dtype in (jnp.float32, jnp.int8):
+        return jnp.full((stored.shape[0], (1 + is_words) * stored.shape[1]), value, dtype)
     bits = int(np.asarray(value, dtype).view(np.uint16))
-    return _halves(zero | np.uint32(bits * 0x10001), dtype)
+    if is_words:
+        zero = stored >> np.uint32(31) >> np.uint32(1)
+        return _halves(zero | np.uint32(bits * 0x10001), dtype)
+    zero = stored.astype(jnp.uint8).astype(jnp.uint16) >> np.uint16(8)
+    return lax.bitcast_convert_type(zero | np.uint16(bits), dtype)
 
 
 def _halves(words: Array, dtype: Any) -> Array:

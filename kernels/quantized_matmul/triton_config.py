@@ -40,7 +40,8 @@ class Config:
         slow_tensor_cores = on.compute_capability in ((8, 6), (8, 9))
         sizes = _float32_sizes if x.dtype == jnp.float32 else _sizes
         block_t, block_o, block_i, num_warps, num_stages = sizes(num_tokens, w)
-        if w.is_4bit:  # what makes sums of x costs products; scaling weights costs arithmetic
+        if w.is_4bit or w.offset is not None:
+            # What makes sums of x costs products; scaling weights costs arithmetic.
             scale_sums = block_t <= (8 if slow_tensor_cores else 16)
         else:
             scale_sums = block_t <= min(64, w.group_size)
@@ -65,6 +66,8 @@ def _sizes(num_tokens: int, w: QTensor) -> tuple[int, int, int, int, int]:
         return (block_t, 128, 64, 8, 4 if w.is_4bit else 3)
     if w.activations == "int8" and w.group_size < w.shape[1]:
         return (64, 128, 64, 8, 3)  # two results are in registers: a group's and the whole
+    if w.group_size < 32 and not w.is_4bit:
+        return (128, 128, 64, 8, 3)  # bytes of narrow pieces are spread over more registers
     return (128, 128, 64, 4, 3)
 
 

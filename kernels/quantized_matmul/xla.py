@@ -10,7 +10,14 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 from jaxtyping import Float, Float32
 
-from kernels.quantized_matmul.format import QTensor, decode, dequantize, prepare, quantize_rows
+from kernels.quantized_matmul.format import (
+    CANONICAL,
+    QTensor,
+    decode,
+    dequantize,
+    prepare,
+    quantize_rows,
+)
 
 _ROWS_BY_COLUMNS = (((1,), (1,)), ((), ()))
 
@@ -39,11 +46,9 @@ def _product(x: Float[Array, "T I"], w: QTensor) -> Float32[Array, "T O"]:
             x, weight, _ROWS_BY_COLUMNS, precision=precision, preferred_element_type=jnp.float32
         )
     codes, row_scale = quantize_rows(x)
-    if w.code == "int8" and w.group_size == w.shape[1]:
-        sums = lax.dot_general(
-            codes, decode(prepare(w, "cpu")), _ROWS_BY_COLUMNS, preferred_element_type=jnp.int32
-        )
-        scale = prepare(w, "cpu").scale.astype(jnp.float32)[:, 0]
+    if w.code == "int8" and w.group_size == w.shape[1] and w.offset is None:
+        sums = lax.dot_general(codes, decode(w), _ROWS_BY_COLUMNS, preferred_element_type=jnp.int32)
+        scale = prepare(w, CANONICAL).scale.astype(jnp.float32)[:, 0]
         return sums.astype(jnp.float32) * row_scale * scale[None]
     product = jnp.einsum("TI,OI->TO", codes.astype(jnp.float32), dequantize(w), precision="highest")
     return product * row_scale

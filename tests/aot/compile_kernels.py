@@ -32,6 +32,8 @@ Program = tuple[Callable[..., Any], tuple[Any, ...], tuple[int, ...]]
 _LARGE = 1 << 22  # elements of an array that is a cache or a weight, never x or scales
 
 _LLAMA_8B = partial(attention_specs.Spec, 32, 8, 128, dtype="bfloat16")
+_GEMMA3 = partial(attention_specs.Spec, 4, 1, 256, window=512, dtype="bfloat16")
+_UNLIKE_FORMATS = ("int8-g16", "int8-offset-g32", "uint4-g16", "mxfp4")
 _MIXED_ROWS = (*[(1, 1000)] * 20, (300, 900), (180, 180))
 
 
@@ -65,11 +67,16 @@ def attention_programs(target: str, implementation: str) -> dict[str, Callable[[
         specs[f"llama8b-mixed-512-{kv_dtype}"] = _LLAMA_8B(
             _MIXED_ROWS, 512, 32, 8192 // page_size, page_size, kv_dtype=kv_dtype
         )
+        specs[f"gemma3-local-mixed-512-{kv_dtype}"] = _GEMMA3(
+            _MIXED_ROWS, 512, 32, 8192 // page_size, page_size, kv_dtype=kv_dtype
+        )
+        specs[f"gemma3-local-decode-32-{kv_dtype}"] = _GEMMA3(
+            ((1, 2000),) * 32, 32, 32, 8192 // page_size, page_size, kv_dtype=kv_dtype
+        )
     for name, (heads, kv_heads, head_dim, window, cap) in {
         "smollm2": (9, 3, 64, None, None),
         "phi2-head-80": (32, 32, 80, None, None),
         "phi3-head-96": (32, 32, 96, None, None),
-        "gemma3-local": (4, 1, 256, 512, None),
         "gemma2-soft-cap": (8, 4, 256, 4096, 50.0),
     }.items():
         specs[f"{name}-decode-32"] = attention_specs.Spec(
@@ -123,7 +130,12 @@ def attention_programs(target: str, implementation: str) -> dict[str, Callable[[
 
 
 def matmul_programs(target: str, implementation: str) -> dict[str, Callable[[], Program]]:
-    """Returns one layer's products of an 8B model, every format, decode and prefill."""
+    """Returns one layer's products of an 8B model, decode and prefill.
+
+    Every format, but of those that only files have the ones that are least like another.
+    """
+    files = matmul_specs.FILE_FORMATS
+    like_another = {*files.values()} - {files[name] for name in _UNLIKE_FORMATS}
 
     def make(spec: matmul_specs.Spec) -> Program:
         platform = device.KNOWN_DEVICES[target].platform
@@ -134,7 +146,9 @@ def matmul_programs(target: str, implementation: str) -> dict[str, Callable[[], 
     return {
         name: partial(make, spec)
         for name, spec in matmul_specs.LARGE_SPECS.items()
-        if spec.num_tokens in (16, 512) and name.startswith("llama8b-up")
+        if spec.num_tokens in (16, 512)
+        and name.startswith("llama8b-up")
+        and spec.fmt not in like_another
     }
 
 

@@ -7,15 +7,30 @@ import jax.numpy as jnp
 import pytest
 
 from kernels import bench, tuning
+from kernels.quantized_matmul import xla
 
 
 def test_last_line_is_json(capsys):
-    bench.main(["paged_attention", "--spec", "mqa-soft-cap-mixed", "--repeats", "2"])
+    names = ("--implementation", "xla", "--implementation", "reference")
+    bench.main(["paged_attention", "--spec", "mqa-soft-cap-mixed", "--repeats", "2", *names])
     *table, last = capsys.readouterr().out.splitlines()
     results = json.loads(last)["results"]
     assert [each["implementation"] for each in results] == ["xla", "reference"]
     assert all(each["ms"] > 0 and each["gb_per_s"] > 0 for each in results)
     assert sum(line.startswith("mqa-soft-cap-mixed") for line in table) == 2
+
+
+def test_what_an_implementation_refuses_is_told_and_left_out(capsys, monkeypatch):
+    def refuse(x, w):
+        raise NotImplementedError("not today")
+
+    monkeypatch.setattr(bench, "measured_bandwidth", lambda: 1e9)
+    monkeypatch.setattr(xla, "supports", refuse)
+    names = ("--implementation", "xla", "--implementation", "reference")
+    bench.main(["quantized_matmul", "--spec", "int8-offset-g32-decode-8", "--repeats", "1", *names])
+    *table, last = capsys.readouterr().out.splitlines()
+    assert [each["implementation"] for each in json.loads(last)["results"]] == ["reference"]
+    assert any("xla" in line and "not today" in line for line in table)
 
 
 def test_unknown_spec_lists_what_there_is(capsys):

@@ -157,7 +157,7 @@ def test_refuses_codes_without_scales():
     q = jax.ShapeDtypeStruct((8, 4, 8), jnp.float32)
     kv = kv_structs("cpu", "int8", 9, 4, 2, 8)
     assert isinstance(kv, QuantizedKV)
-    assert choose(q, kv, platform="cpu").name == "xla"
+    assert choose(q, kv, platform="cpu", implementation="xla").name == "xla"
     with pytest.raises(NotImplementedError, match="xla: a cache of int8 needs scales"):
         choose(q, kv.values, platform="cpu")
 

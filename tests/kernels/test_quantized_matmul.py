@@ -21,15 +21,17 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def codes_by_hand(w) -> np.ndarray:
-    """The codes as numbers, column by column, from the canonical bytes."""
+    """The codes as numbers, column by column, from the bytes of a layout with rows first."""
     num_rows, num_columns = w.shape
     stored = np.asarray(w.qvalue)
     if not w.is_4bit:
         return stored.astype(np.float64)
     codes = np.empty((num_rows, num_columns))
     for column in range(num_columns):
-        byte = stored[:, column // 2].astype(int)
-        codes[:, column] = byte % 16 if column % 2 == 0 else byte // 16
+        chunk, place = divmod(column, w.layout.nibble_chunk)
+        is_high, byte_of_chunk = divmod(place, w.layout.nibble_chunk // 2)
+        byte = stored[:, chunk * (w.layout.nibble_chunk // 2) + byte_of_chunk].astype(int)
+        codes[:, column] = byte // 16 if is_high else byte % 16
     return codes - 8 if w.code == "int4" else codes
 
 
@@ -130,8 +132,10 @@ def test_bad_formats_and_shapes_are_refused_by_name():
         QFormat("int8", 48)
     with pytest.raises(ValueError, match="either an offset or a codebook"):
         QFormat("uint4", 32)
-    with pytest.raises(ValueError, match="only uint4"):
+    with pytest.raises(ValueError, match="only int8 and uint4 codes have an offset, not int4"):
         QFormat("int4", 32, has_offset=True)
+    with pytest.raises(ValueError, match="only uint4 codes have a codebook, not int8"):
+        QFormat("int8", 32, codebook=NF4)
     with pytest.raises(ValueError, match="multiple of the group size"):
         quantize(jnp.zeros((2, 100), jnp.float32), FORMATS["int4-g32"])
     w = quantize(jnp.zeros((2, 96), jnp.float32), FORMATS["int4-g32"])

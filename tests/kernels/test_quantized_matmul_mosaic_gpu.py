@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import os
 import re
 
 import jax
@@ -20,7 +19,7 @@ from kernels.quantized_matmul import mosaic_gpu_codes as codes
 from kernels.quantized_matmul import pallas_mosaic_gpu as kernel
 from kernels.quantized_matmul.mosaic_gpu_kernel import multiplying_registers
 from kernels.quantized_matmul.mosaic_gpu_plan import Plan
-from kernels.quantized_matmul.specs import LARGE_SPECS, SPECS, Spec
+from kernels.quantized_matmul.specs import FILE_FORMATS, LARGE_SPECS, SPECS, Spec
 
 H200 = device.KNOWN_DEVICES["h200"]
 ALL_SPECS = {**SPECS, **LARGE_SPECS}
@@ -28,13 +27,9 @@ SHARED_BYTES_OF_A_BLOCK = 227 * 1024
 
 
 @pytest.fixture(scope="module")
-def interpreter():
+def interpreter(mosaic_gpu_interpreter):
     """What `interpret` is for Mosaic GPU kernels."""
-    if not hasattr(plgpu, "InterpretGPUParams"):
-        pytest.skip("this jax has no public interpreter of Mosaic GPU kernels (0.12 has)")
-    if max(int(os.environ.get("NPROC", 0)), os.cpu_count() or 1) < 4:
-        pytest.skip("interpreted warpgroups wait for each other in threads of XLA's: set NPROC=8")
-    return plgpu.InterpretGPUParams()
+    return mosaic_gpu_interpreter()
 
 
 def shapes_of(spec: Spec):
@@ -43,7 +38,7 @@ def shapes_of(spec: Spec):
 
     def make():
         weight = jnp.zeros((spec.out_features, spec.in_features), jnp.float32)
-        w = prepare(quantize(weight, spec.fmt, spec.scale_dtype), "gpu")
+        w = prepare(quantize(weight, spec.fmt), "gpu")
         return jnp.zeros((spec.num_tokens, spec.in_features), dtype), w
 
     return jax.eval_shape(make)
@@ -95,7 +90,7 @@ def test_it_rounds_no_more_than_products_of_bfloat16(name, interpreter):
     ids=str,
 )
 def test_the_result_does_not_depend_on_how_work_is_cut_up(change, interpreter):
-    spec = Spec(5, 128, 128, FORMATS["uint4-g32"], scale_dtype="float16")
+    spec = Spec(5, 128, 128, FILE_FORMATS["uint4-g32-f16"])
     config = kernel.Config(1, 8, 64, 4, 4, scale_codes=False)
     with tuning.force(dataclasses.replace(config, **change)):
         checks.check_against_reference(spec, "gpu", "pallas_mosaic_gpu", "h200", interpreter)
@@ -125,12 +120,13 @@ def test_a_block_of_whole_tiles_writes_the_wanted_dtype(name, interpreter):
     np.testing.assert_allclose(np.asarray(result, np.float32), wanted, rtol=2**-8, atol=1e-3)
 
 
-@pytest.mark.parametrize("name", ALL_SPECS)
+@pytest.mark.parametrize("name", checks.LOWERED)
 def test_every_call_lowers_for_hopper(name):
     x, w = shapes_of(ALL_SPECS[name])
     with device.assume(H200):
         kernel.supports(x, w)
-        lowered = jax.jit(kernel.matmul).trace(x, w).lower(lowering_platforms=("cuda",))
+        traced = jax.jit(lambda x, w: kernel.matmul(x, w, x.dtype)).trace(x, w)
+        lowered = traced.lower(lowering_platforms=("cuda",))
     assert "mosaic_gpu_v2" in lowered.as_text()
 
 

@@ -118,7 +118,7 @@ def shapes_of(spec: Spec):
 
 
 def prepared_zeros(spec: Spec):
-    w = quantize(jnp.zeros((spec.out_features, spec.in_features)), spec.fmt, spec.scale_dtype)
+    w = quantize(jnp.zeros((spec.out_features, spec.in_features)), spec.fmt)
     x = jnp.zeros((spec.num_tokens, spec.in_features), spec.dtype)
     return x, prepare(w, "tpu")
 

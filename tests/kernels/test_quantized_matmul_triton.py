@@ -85,8 +85,11 @@ def test_every_config_computes_the_same(fmt, scale_sums):
 
 
 @pytest.mark.parametrize(("dtype", "scale_sums"), [("bfloat16", True), ("float16", False)])
-@pytest.mark.parametrize("code", ["int8", "fp8", "int4", "uint4"])
-def test_every_code_is_decoded_exactly(code, dtype, scale_sums):
+@pytest.mark.parametrize(
+    ("code", "has_offset"),
+    [("int8", False), ("int8", True), ("fp8", False), ("int4", False), ("uint4", True)],
+)
+def test_every_code_is_decoded_exactly(code, has_offset, dtype, scale_sums):
     # One row of x per column: the result is the weight, whose numbers either dtype holds.
     stored = jnp.asarray(np.arange(16 * 128, dtype=np.int32).reshape(16, 128) * 77 % 256, jnp.uint8)
     stored = stored.view({"int8": jnp.int8, "fp8": jnp.float8_e4m3fn}.get(code, jnp.uint8))
@@ -94,7 +97,7 @@ def test_every_code_is_decoded_exactly(code, dtype, scale_sums):
         stored = jnp.where(jnp.isnan(stored), jnp.zeros_like(stored), stored)
     columns = 256 if code.endswith("int4") else 128
     scale = jnp.full((16, columns // 32), 0.5, jnp.float32)
-    offset = -4 * scale if code == "uint4" else None
+    offset = -4 * scale if has_offset else None
     w = prepare(QTensor(stored, scale, offset, code=code, group_size=32), "gpu")
     with tuning.force(Config(64, 16, 128, 1, scale_sums)):
         result = checks.run(jnp.eye(columns, dtype=dtype), w, "gpu", NAME, "a100", interpret=True)

@@ -1,0 +1,82 @@
+// What paged attention on CPUs is made of, shared by the FFI handlers and the loops for each
+// instruction set. Plain data: the handlers have checked every relation between the fields.
+#pragma once
+
+#include <stdint.h>
+
+namespace jaxinfer {
+
+enum class Elements { kFloat32, kBfloat16, kFloat16, kInt8 };
+
+// A result is made span by span of keys, each span block by block, and spans are merged in order.
+// Both begin at multiples of their size, so a query's bits depend on its own keys alone: on no
+// other query, no chunk of a prompt, no thread.
+constexpr int64_t kBlockKeys = 64;
+constexpr int64_t kSpanKeys = 256;
+
+// One layer's cache; `scales` is null unless elements are int8 codes.
+struct Cache {
+  void* elements;  // [num_pages, page_size, num_kv_heads, 2, head_dim]
+  float* scales;   // [num_pages, num_kv_heads, 2, page_size]
+  Elements type;
+  int64_t num_pages, page_size, num_kv_heads, head_dim;
+};
+
+struct Attention {
+  Cache cache;
+  const float* q;             // [num_tokens, num_heads, head_dim]
+  float* out;                 // the same
+  const int32_t* page_table;  // [num_rows, max_pages]
+  int64_t num_heads, max_pages;
+  int64_t window;  // keys that a query sees; more than there are for all
+  float scale;
+  float soft_cap;  // 0 for none
+};
+
+// Consecutive queries of one row with one KV head, which all its query heads share.
+struct Tile {
+  int64_t row, first_token, num_queries, kv_head;
+  int64_t first_position;         // of the first query; the others follow
+  int64_t first_span, last_span;  // which spans of keys, the last one excluded
+  float* partial;  // [spans, state_floats()]: leave each span's state there; null to write `out`
+};
+
+// Queries of a tile times query heads of a KV head: as many as fit this, or one query.
+constexpr int64_t kTileRows = 96;
+
+inline int64_t padded_head_dim(const Cache& cache) { return (cache.head_dim + 15) / 16 * 16; }
+
+// A softmax in progress, per row of a tile: weighted values, largest score, sum of weights.
+inline int64_t state_floats(const Attention& p, int64_t num_rows) {
+  return num_rows * (padded_head_dim(p.cache) + 2);
+}
+
+// What attending to a tile of `num_rows` (queries times heads) needs: 64-byte aligned.
+inline int64_t scratch_floats(const Attention& p, int64_t num_rows) {
+  const int64_t padded = padded_head_dim(p.cache);
+  const int64_t padded_rows = (num_rows + 15) / 16 * 16;
+  return kBlockKeys * (2 * padded + padded_rows + 2) +
+         padded_rows * (padded + 1) + 2 * state_floats(p, padded_rows);
+}
+
+struct Write {
+  Cache cache;
+  const float* new_kv;    // [num_tokens, num_kv_heads, 2, head_dim]
+  const int32_t* slots;   // [num_tokens]
+  int64_t num_tokens;
+};
+
+struct Loops {
+  void (*attend)(const Attention& p, const Tile& tile, float* scratch);
+  // Merges the states of all spans of a tile, and writes `out`. The first state is changed.
+  void (*merge)(const Attention& p, const Tile& tile);
+  void (*write)(const Write& p);
+};
+
+extern const Loops attention_loops_portable;
+#if defined(__x86_64__)
+extern const Loops attention_loops_avx2;
+extern const Loops attention_loops_avx512;
+#endif
+
+}  // namespace jaxinfer

@@ -1,0 +1,145 @@
+// How the rows of a call are cut into tiles, which threads take one by one.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include "cpu_attention.h"
+
+namespace jaxinfer {
+
+// A step's rows, as AttentionMetadata has them.
+struct Rows {
+  const int32_t* kv_lens;    // [num_rows]
+  const int32_t* cu_q_lens;  // [num_rows + 1]; null: token b is the one query of row b
+  int64_t num_rows, num_tokens;
+  int64_t num_seqs;
+};
+
+class Plan {
+ public:
+  // Also fills in the zeros of tokens that see no key.
+  Plan(const Attention& p, const Rows& rows, int64_t num_threads)
+      : p_(p), heads_(p.num_heads / p.cache.num_kv_heads) {
+    add_rows(rows);
+    is_tiny = work_ < kTinyWork;
+    if (num_threads > 1 && !is_tiny) split(num_threads);
+    // The largest first, or all others would wait for it.
+    std::stable_sort(tiles.begin(), tiles.end(), [this](const Tile& a, const Tile& b) {
+      return work_of(a) > work_of(b);
+    });
+  }
+
+  std::vector<Tile> tiles;
+  std::vector<Tile> merges;  // of tiles that were split, when all their parts are done
+  int64_t scratch_floats = 0;
+  bool is_tiny = true;
+
+ private:
+  // Multiplications below which handing tiles to other threads costs more than it saves.
+  static constexpr int64_t kTinyWork = 1 << 21;
+  // Bringing a key costs as much as multiplying it with so many rows.
+  static constexpr int64_t kRowsPerKey = 8;
+  static constexpr int64_t kPartsPerThread = 4;
+  // States of more rows than this are not worth keeping.
+  static constexpr int64_t kMostSplitRows = 16;
+
+  int64_t num_rows_of(const Tile& tile) const { return tile.num_queries * heads_; }
+
+  int64_t work_of(const Tile& tile) const {
+    return (tile.last_span - tile.first_span) * (num_rows_of(tile) + kRowsPerKey);
+  }
+
+  void add_rows(const Rows& rows) {
+    const int64_t most_keys = p_.max_pages * p_.cache.page_size;
+    int64_t done = 0;  // tokens
+    for (int64_t row = 0; row < std::min(rows.num_seqs, rows.num_rows); ++row) {
+      // Whatever the numbers are: never outside the arrays.
+      const int64_t given = rows.cu_q_lens ? rows.cu_q_lens[row] : row;
+      const int64_t given_end = rows.cu_q_lens ? rows.cu_q_lens[row + 1] : row + 1;
+      const int64_t begin = std::clamp(given, done, rows.num_tokens);
+      const int64_t end = std::clamp(given_end, begin, rows.num_tokens);
+      const int64_t kv_len = std::clamp<int64_t>(rows.kv_lens[row], 0, most_keys);
+      const int64_t first = std::max(begin, end - kv_len);  // token with a key to see
+      zero(done, first);
+      add_row(row, first, end, kv_len);
+      done = end;
+    }
+    zero(done, rows.num_tokens);
+  }
+
+  void zero(int64_t begin, int64_t end) const {
+    const int64_t size = p_.num_heads * p_.cache.head_dim;
+    const size_t num_bytes = static_cast<size_t>((end - begin) * size) * sizeof(float);
+    std::memset(p_.out + begin * size, 0, num_bytes);
+  }
+
+  void add_row(int64_t row, int64_t begin, int64_t end, int64_t kv_len) {
+    const int64_t most = std::max<int64_t>(kTileRows / heads_, 1);
+    for (int64_t token = begin; token < end; token += most) {
+      Tile tile{};
+      tile.row = row, tile.first_token = token;
+      tile.num_queries = std::min(most, end - token);
+      tile.first_position = kv_len - (end - token);
+      const int64_t first_key = std::max<int64_t>(tile.first_position - p_.window + 1, 0);
+      const int64_t last_key = tile.first_position + tile.num_queries - 1;
+      tile.first_span = first_key / kSpanKeys;
+      tile.last_span = last_key / kSpanKeys + 1;
+      scratch_floats =
+          std::max(scratch_floats, jaxinfer::scratch_floats(p_, num_rows_of(tile)));
+      work_ += (last_key - first_key + 1) * (num_rows_of(tile) + kRowsPerKey) * 2 *
+               p_.cache.head_dim * p_.cache.num_kv_heads;
+      for (int64_t head = 0; head < p_.cache.num_kv_heads; ++head) {
+        tile.kv_head = head;
+        tiles.push_back(tile);
+      }
+    }
+  }
+
+  // Cuts tiles of few rows and many keys, if threads would otherwise run out of tiles.
+  void split(int64_t num_threads) {
+    int64_t num_spans = 0;
+    for (const Tile& tile : tiles) num_spans += tile.last_span - tile.first_span;
+    const int64_t most = std::max<int64_t>(num_spans / (num_threads * kPartsPerThread), 1);
+    std::vector<Tile> parts;
+    int64_t num_partial = 0;
+    for (const Tile& tile : tiles) {
+      if (num_rows_of(tile) > kMostSplitRows || tile.last_span - tile.first_span <= most) {
+        parts.push_back(tile);
+        continue;
+      }
+      merges.push_back(tile);
+      num_partial += (tile.last_span - tile.first_span) * state_floats(p_, num_rows_of(tile));
+    }
+    partial_.resize(static_cast<size_t>(num_partial));
+    float* partial = partial_.data();
+    for (Tile& tile : merges) {
+      tile.partial = partial;
+      for (Tile part = tile; part.first_span < tile.last_span; part.first_span = part.last_span) {
+        part.last_span = std::min(part.first_span + most, tile.last_span);
+        part.partial = partial;
+        parts.push_back(part);
+        partial += (part.last_span - part.first_span) * state_floats(p_, num_rows_of(part));
+      }
+    }
+    tiles.swap(parts);
+  }
+
+  const Attention& p_;
+  const int64_t heads_;
+  int64_t work_ = 0;
+  std::vector<float> partial_;
+};
+
+// Memory of the calling thread for as long as it lives, aligned to cache lines.
+inline float* thread_scratch(int64_t num_floats) {
+  static thread_local std::vector<float> memory;
+  const size_t needed = static_cast<size_t>(num_floats) + 16;
+  if (memory.size() < needed) memory.assign(needed, 0.0f);
+  const auto address = reinterpret_cast<uintptr_t>(memory.data());
+  return memory.data() + (64 - address % 64) % 64 / sizeof(float);
+}
+
+}  // namespace jaxinfer

@@ -1,0 +1,89 @@
+"""Building the C++ kernels: without a compiler, and with sanitizers in it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kernels import native_build
+
+HERE = Path(__file__).parent
+SANITIZERS = {
+    "address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
+    "thread": ["-fsanitize=thread"],
+}
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"PATH": "", "CXX": ""}, "no C\\+\\+ compiler: none of c\\+\\+"),
+        ({"CXX": "missing-compiler -m64"}, "missing-compiler cannot be run"),
+        ({"CXX": f"{sys.executable} -m json.tool"}, "json.tool .* failed: .*error"),
+    ],
+)
+def test_a_build_that_fails_says_why_in_one_line(monkeypatch, tmp_path, variables, message):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(native_build.BuildError, match=message) as raised:
+        native_build.build(tmp_path / "library.so")
+    assert "\n" not in str(raised.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_it_needs_no_package_of_the_project():
+    # setuptools loads the file by itself, in an environment that has no jax.
+    code = "import sys; sys.path[:0] = ['kernels']; import native_build; print(*sys.modules)"
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=HERE.parents[1],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert not {"jax", "numpy", "kernels", "setuptools"} & set(result.stdout.split())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sanitizer", SANITIZERS)
+def test_random_calls_pass_sanitizers(tmp_path, sanitizer):
+    try:
+        compiler = native_build.find_compiler()
+    except native_build.BuildError as error:
+        pytest.skip(str(error))
+    flags = [*SANITIZERS[sanitizer], "-O0"]  # to compile sooner
+    probe = tmp_path / "probe.cc"
+    probe.write_text("int main() { return 0; }")
+    command = [*compiler, *flags, str(probe), "-o", str(tmp_path / "probe")]
+    works = subprocess.run(command, capture_output=True, check=False).returncode == 0
+    if not works or subprocess.run([tmp_path / "probe"], check=False).returncode:
+        pytest.skip(f"{compiler[0]} has no {sanitizer} sanitizer here")
+    units = native_build.compile_units(compiler, tmp_path, flags, handlers=False)
+    for name in ("native_sanitize", "native_sanitize_attention"):
+        driver = tmp_path / name
+        source = [str(HERE / f"{name}.cc"), "-I", str(native_build.FOLDER), "-std=c++17"]
+        warnings = ["-Wall", "-Wextra", "-Werror", "-pthread"]
+        command = [*compiler, *flags, *warnings, *source, *map(str, units), "-o", str(driver)]
+        subprocess.run(command, check=True)
+        sets = _runnable_sets()
+        arguments = ["200", *sets] if sanitizer == "address" else ["20", "threads", *sets]
+        result = subprocess.run(
+            [driver, "1", *arguments], capture_output=True, text=True, timeout=300, check=False
+        )
+        assert (result.returncode, result.stdout) == (0, "ok\n"), f"{name}: {result.stderr[-3000:]}"
+
+
+def _runnable_sets() -> tuple[str, ...]:
+    """Those of this machine as far as the library, if it is built, can tell."""
+    from kernels.quantized_matmul import cpu
+
+    return cpu.runnable_instruction_sets() if cpu.is_available() else ("portable",)
+
+
+def test_the_library_is_beside_its_module():
+    assert native_build.LIBRARY.parent == native_build.FOLDER
+    assert {"cpu.cc", "cpu.py"} <= set(os.listdir(native_build.FOLDER))
