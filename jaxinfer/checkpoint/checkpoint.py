@@ -13,6 +13,8 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from tqdm import tqdm
 
+from jaxinfer.quantized_array import QuantizedArray
+
 TokenizerSource = Path | Mapping[str, Any]
 """A directory with tokenizer files, or the metadata of a GGUF file (raw key -> plain value)."""
 
@@ -30,12 +32,16 @@ class TensorInfo:
       shape: its logical shape, `[O, I]` for a matrix.
       dtype: the stored type by the format's own name, such as `BF16` or `Q4_K`.
       num_bytes: its size in the file.
+      loaded_bytes: of a quantized matrix, the bytes of its QuantizedArray; None for plain floats.
+      group_size: of a quantized matrix, the weights per scale; None for plain floats.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     num_bytes: int
+    loaded_bytes: int | None = None
+    group_size: int | None = None
 
 
 @runtime_checkable
@@ -66,20 +72,20 @@ class Checkpoint(Protocol):
     def tokenizer_source(self) -> TokenizerSource:
         """Where the tokenizer is to be read from."""
 
-    def tensors(self, progress: bool = False) -> Iterator[tuple[str, np.ndarray]]:
+    def tensors(self, progress: bool = False) -> Iterator[tuple[str, np.ndarray | QuantizedArray]]:
         """Yields (name, array), one tensor at a time.
 
-        Float types keep their stored dtype and may be read-only views of the file; quantized types
-        come as float32. `progress` shows a bar over the file's bytes.
+        Float types keep their stored dtype and may be read-only views of the file; quantized
+        matrices come as QuantizedArray. `progress` shows a bar over the file's bytes.
         """
 
 
 def stream_tensors(
     infos: Mapping[str, TensorInfo],
-    read: Callable[[str], np.ndarray],
+    read: Callable[[str], np.ndarray | QuantizedArray],
     release: Callable[[str], None],
     progress: bool,
-) -> Iterator[tuple[str, np.ndarray]]:
+) -> Iterator[tuple[str, np.ndarray | QuantizedArray]]:
     """Yields what `read(name)` returns for every tensor, and releases its pages afterwards."""
     total_bytes = sum(info.num_bytes for info in infos.values())
     with tqdm(

@@ -19,12 +19,10 @@ from jaxinfer.checkpoint.checkpoint import (
     name_some,
     stream_tensors,
 )
-from jaxinfer.checkpoint.safetensors import (
-    FLOAT_DTYPES,
-    SafetensorsFile,
-    StoredTensor,
-    parse_json_object,
-)
+from jaxinfer.checkpoint.prequantized import find_method, group_modules, quantized_weight
+from jaxinfer.checkpoint.prequantized.method import Method, Stored, Weight
+from jaxinfer.checkpoint.safetensors import FLOAT_DTYPES, SafetensorsFile, parse_json_object
+from jaxinfer.quantized_array import QuantizedArray
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +34,7 @@ MAX_JSON_BYTES = 1 << 25
 BUFFER_SUFFIXES = (".position_ids", ".attn.bias", ".attn.masked_bias")
 """Integer buffers that old exports saved beside the weights; no model reads them."""
 
-_Stored = dict[str, tuple[SafetensorsFile, StoredTensor]]
+_Tensors = dict[str, Stored]
 
 
 class DirectoryCheckpoint:
@@ -50,38 +48,26 @@ class DirectoryCheckpoint:
         if not isinstance(model_type, str) or not model_type:
             raise CheckpointError(f"{path / CONFIG}: model_type is {model_type!r}, not a name")
         self.model_type = model_type
-        self._refuse_quantized()
+        method = find_method(self.hf_config, path / CONFIG)
         has_generation_config = (path / GENERATION_CONFIG).exists()
         self.generation_config = self._read_json(GENERATION_CONFIG) if has_generation_config else {}
         self.tokenizer_source = path
-        self._stored = self._weights(self._find_tensors())
-        self.tensor_infos = {
-            name: TensorInfo(name, tensor.shape, tensor.dtype, tensor.num_bytes)
-            for name, (_, tensor) in self._stored.items()
-        }
+        stored = self._find_tensors()
+        self._weights = _plain_weights(stored) if method is None else _weights(stored, method)
+        self.tensor_infos = {name: weight.info for name, weight in self._weights.items()}
 
-    def tensors(self, progress: bool = False) -> Iterator[tuple[str, np.ndarray]]:
-        """Yields (name, read-only view of the file), one tensor at a time."""
+    def tensors(self, progress: bool = False) -> Iterator[tuple[str, np.ndarray | QuantizedArray]]:
+        """Yields (name, read-only view of the file or QuantizedArray), one weight at a time."""
         return stream_tensors(self.tensor_infos, self._read, self._release, progress)
 
-    def _read(self, name: str) -> np.ndarray:
-        file, tensor = self._stored[name]
-        return file.read(tensor)
+    def _read(self, name: str) -> np.ndarray | QuantizedArray:
+        return self._weights[name].read()
 
     def _release(self, name: str) -> None:
-        file, tensor = self._stored[name]
-        file.release(tensor)
+        for source in self._weights[name].sources:
+            source.release()
 
-    def _refuse_quantized(self) -> None:
-        quantization = self.hf_config.get("quantization_config")
-        if quantization:
-            method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-            raise CheckpointError(
-                f"{self.path / CONFIG}: quantization_config asks for {method!r}, which is not "
-                "supported yet; use the unquantized model or a GGUF file"
-            )
-
-    def _find_tensors(self) -> _Stored:
+    def _find_tensors(self) -> _Tensors:
         """Every tensor of the checkpoint with the file that holds it."""
         present = sorted(entry.name for entry in self.path.glob("*.safetensors"))
         if (self.path / INDEX).exists():
@@ -90,7 +76,7 @@ class DirectoryCheckpoint:
             raise CheckpointError(self._no_weights(present))
         self._warn_ignored([name for name in present if name != SINGLE_FILE])
         file = SafetensorsFile(self._contained(SINGLE_FILE))
-        return {name: (file, tensor) for name, tensor in file.tensors.items()}
+        return {name: Stored(file, tensor) for name, tensor in file.tensors.items()}
 
     def _no_weights(self, present: list[str]) -> str:
         if present:
@@ -108,7 +94,7 @@ class DirectoryCheckpoint:
             )
         return f"{self.path}: holds no weights: neither {SINGLE_FILE} nor {INDEX}"
 
-    def _indexed_tensors(self, present: list[str]) -> _Stored:
+    def _indexed_tensors(self, present: list[str]) -> _Tensors:
         where = self.path / INDEX
         weight_map = self._read_json(INDEX).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
@@ -126,25 +112,13 @@ class DirectoryCheckpoint:
         files = {shard: SafetensorsFile(paths[shard]) for shard in shards}
         _check_index(where, weight_map, files)
         return {
-            name: (files[shard], files[shard].tensors[name]) for name, shard in weight_map.items()
+            name: Stored(files[shard], files[shard].tensors[name])
+            for name, shard in weight_map.items()
         }
 
     def _warn_ignored(self, names: list[str]) -> None:
         if names:
             logger.warning("%s: ignoring files outside the index: %s", self.path, names)
-
-    def _weights(self, stored: _Stored) -> _Stored:
-        """Drops known integer buffers and refuses every other tensor that is not a float."""
-        weights: _Stored = {}
-        for name, (file, tensor) in stored.items():
-            if tensor.dtype in FLOAT_DTYPES:
-                weights[name] = file, tensor
-            elif not name.endswith(BUFFER_SUFFIXES):
-                raise CheckpointError(
-                    f"{file.path}: tensor {name!r} has the dtype {tensor.dtype}; supported are "
-                    f"{', '.join(FLOAT_DTYPES)}"
-                )
-        return weights
 
     def _read_json(self, name: str) -> dict[str, Any]:
         path = self._contained(name)
@@ -177,6 +151,40 @@ class DirectoryCheckpoint:
                 f"{self.path / name}: is a link to a file outside the directory; copy the file"
             )
         return self.path / name
+
+
+def _plain_weights(stored: _Tensors) -> dict[str, Weight]:
+    """Drops known integer buffers and refuses every other tensor that is not a float."""
+    weights: dict[str, Weight] = {}
+    for name, tensor in stored.items():
+        if tensor.dtype in FLOAT_DTYPES:
+            info = TensorInfo(name, tensor.shape, tensor.dtype, tensor.tensor.num_bytes)
+            weights[name] = Weight(info, tensor.read, (tensor,))
+        elif not name.endswith(BUFFER_SUFFIXES):
+            raise tensor.error(
+                f"has the dtype {tensor.dtype}; supported are {', '.join(FLOAT_DTYPES)}, and "
+                "others in weights that quantization_config in config.json describes"
+            )
+    return weights
+
+
+def _weights(stored: _Tensors, method: Method) -> dict[str, Weight]:
+    """The weights of a quantized checkpoint, in file order: a matrix where its first tensor is."""
+    ignored = dict.fromkeys(name for name in stored if name.endswith(method.ignored))
+    if ignored:
+        logger.warning(
+            "scales of activations and caches are not used: %s", name_some(list(ignored))
+        )
+    stored = {name: tensor for name, tensor in stored.items() if name not in ignored}
+    modules = group_modules(stored, method)
+    plain = _plain_weights({n: tensor for n, tensor in stored.items() if n not in modules})
+    weights: dict[str, Weight] = {}
+    for name in stored:
+        if name in plain:
+            weights[name] = plain[name]
+        elif name in modules and (target := f"{modules[name].name}.weight") not in weights:
+            weights[target] = quantized_weight(modules[name], method)
+    return weights
 
 
 def _check_index(

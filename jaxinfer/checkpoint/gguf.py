@@ -17,13 +17,15 @@ from typing import Any
 import numpy as np
 
 from jaxinfer.checkpoint.checkpoint import CheckpointError
-from jaxinfer.checkpoint.gguf_dequantize import (
+from jaxinfer.checkpoint.gguf_blocks import (
     GGML_TYPES,
     UNSUPPORTED_TYPE_NAMES,
     GgmlType,
-    dequantize,
+    decode_blocks,
+    decoded_bytes,
 )
 from jaxinfer.checkpoint.mapped_file import MappedFile
+from jaxinfer.quantized_array import QuantizedArray
 
 VERSIONS = (2, 3)
 MAX_DIMS = 4
@@ -67,6 +69,19 @@ class GgufTensor:
     offset: int
     num_bytes: int
 
+    @property
+    def loaded_bytes(self) -> int | None:
+        """Bytes of the QuantizedArray it is read as, or None where it is read as floats."""
+        if self.ggml_type.format is None or len(self.shape) != 2:
+            return None
+        return decoded_bytes(self.ggml_type, prod(self.shape))
+
+    @property
+    def group_size(self) -> int | None:
+        """Weights per scale of the QuantizedArray it is read as, else None."""
+        is_matrix = len(self.shape) == 2
+        return self.ggml_type.format.group_size if self.ggml_type.format and is_matrix else None
+
 
 class GgufFile:
     """One GGUF file with its `metadata` (plain values) and its `tensors` by name."""
@@ -82,8 +97,12 @@ class GgufFile:
             cursor, num_tensors, _alignment(path, self.metadata), self._file.size
         )
 
-    def read(self, tensor: GgufTensor) -> np.ndarray:
-        """Returns a tensor's values: a read-only view for float types, else float32."""
+    def read(self, tensor: GgufTensor) -> np.ndarray | QuantizedArray:
+        """Returns a tensor's values.
+
+        Float types come as a read-only view, quantized ones as a QuantizedArray where they are
+        matrices and else, as for a vector, as float32.
+        """
         ggml_type = tensor.ggml_type
         if ggml_type.dtype is not None:
             return self._file.view(ggml_type.dtype, tensor.shape, tensor.offset)
@@ -91,7 +110,8 @@ class GgufFile:
         blocks = self._file.view(
             np.dtype(np.uint8), (num_blocks, ggml_type.block_bytes), tensor.offset
         )
-        return dequantize(blocks, ggml_type).reshape(tensor.shape)
+        array = decode_blocks(blocks, ggml_type, prod(tensor.shape[:-1]))
+        return array if len(tensor.shape) == 2 else array.dequantize().reshape(tensor.shape)
 
     def release(self, tensor: GgufTensor) -> None:
         """Lets the kernel drop the pages of a tensor's data."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import reprlib
 from collections.abc import Iterator, Mapping
@@ -23,8 +24,10 @@ from jaxinfer.checkpoint.gguf_config import (
     hf_config_from_gguf,
 )
 from jaxinfer.checkpoint.gguf_names import ARCHITECTURES, ROPE_FACTORS
+from jaxinfer.quantized_array import QuantizedArray
 
 MAX_PARTS = 1000
+MAX_ROPE_FACTORS = 1 << 16
 _PART_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
 
@@ -43,18 +46,25 @@ class GgufCheckpoint:
             path,
             metadata,
             {name: tensor.shape for name, (_, tensor) in stored.items()},
-            rope_part.read(rope_tensor) if rope_part and rope_tensor else None,
+            _rope_factors(rope_part, rope_tensor) if rope_part and rope_tensor else None,
         )
         self.model_type: str = self.hf_config["model_type"]
         self.generation_config = generation_config_from_gguf(metadata)
         self.tokenizer_source: Mapping[str, Any] = metadata
         self._stored = self._rename(stored)
         self.tensor_infos = {
-            name: TensorInfo(name, tensor.shape, tensor.ggml_type.name, tensor.num_bytes)
+            name: TensorInfo(
+                name,
+                tensor.shape,
+                tensor.ggml_type.name,
+                tensor.num_bytes,
+                tensor.loaded_bytes,
+                tensor.group_size,
+            )
             for name, (_, tensor) in self._stored.items()
         }
 
-    def tensors(self, progress: bool = False) -> Iterator[tuple[str, np.ndarray]]:
+    def tensors(self, progress: bool = False) -> Iterator[tuple[str, np.ndarray | QuantizedArray]]:
         """Yields (Hugging Face name, array in Hugging Face layout), one tensor at a time."""
         return stream_tensors(self.tensor_infos, self._read, self._release, progress)
 
@@ -70,7 +80,7 @@ class GgufCheckpoint:
             )
         return {hf_name: stored[name] for name, hf_name in names.items() if hf_name is not None}
 
-    def _read(self, name: str) -> np.ndarray:
+    def _read(self, name: str) -> np.ndarray | QuantizedArray:
         part, tensor = self._stored[name]
         try:
             return self._architecture.restore(name, part.read(tensor), self.hf_config)
@@ -80,6 +90,17 @@ class GgufCheckpoint:
     def _release(self, name: str) -> None:
         part, tensor = self._stored[name]
         part.release(tensor)
+
+
+def _rope_factors(part: GgufFile, tensor: GgufTensor) -> np.ndarray:
+    """The divisors of rotary frequencies, of whatever shape the file gives them."""
+    if math.prod(tensor.shape) > MAX_ROPE_FACTORS:
+        raise CheckpointError(
+            f"{part.path}: tensor {tensor.name!r} has the shape {tensor.shape}; one number for "
+            "each pair of a head's dimensions is expected"
+        )
+    factors = part.read(tensor)
+    return factors.dequantize() if isinstance(factors, QuantizedArray) else factors
 
 
 def _open_parts(path: Path) -> list[GgufFile]:

@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxinfer.quantized_array import QuantizedArray
+
 ROPE_FACTORS = "rope_freqs.weight"
 """Frequency divisors of Llama 3's rope scaling: configuration rather than a weight."""
 
@@ -42,11 +44,12 @@ _SANDWICH_NORMS = {
 _LAYER_TENSOR = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.(\w+)\.(weight|bias)")
 _GLOBAL_TENSOR = re.compile(r"(\w+)\.(weight|bias)")
 
-Restore = Callable[[str, np.ndarray, Mapping[str, Any]], np.ndarray]
+Stored = np.ndarray | QuantizedArray
+Restore = Callable[[str, Stored, Mapping[str, Any]], Stored]
 """(Hugging Face name, stored array, Hugging Face config) -> the array in its original layout."""
 
 
-def _unpermute_qk(name: str, array: np.ndarray, config: Mapping[str, Any]) -> np.ndarray:
+def _unpermute_qk(name: str, array: Stored, config: Mapping[str, Any]) -> Stored:
     """Takes interleaved rotary pairs (x0 y0 x1 y1 ...) back to halves (x0 x1 ... y0 y1 ...)."""
     if ".q_proj." in name:
         num_heads = config["num_attention_heads"]
@@ -56,15 +59,23 @@ def _unpermute_qk(name: str, array: np.ndarray, config: Mapping[str, Any]) -> np
         return array
     if array.shape[0] % (2 * num_heads):
         raise ValueError(f"{array.shape[0]} rows are not {num_heads} heads of an even size")
-    pairs = array.reshape(num_heads, -1, 2, *array.shape[1:])
-    return pairs.swapaxes(1, 2).reshape(array.shape)
+
+    def to_halves(rows: np.ndarray) -> np.ndarray:
+        pairs = rows.reshape(num_heads, -1, 2, *rows.shape[1:])
+        return pairs.swapaxes(1, 2).reshape(rows.shape)
+
+    return array.map_rows(to_halves) if isinstance(array, QuantizedArray) else to_halves(array)
 
 
-def _subtract_one_from_norms(name: str, array: np.ndarray, _: Mapping[str, Any]) -> np.ndarray:
-    return array - array.dtype.type(1) if name.endswith("norm.weight") else array
+def _subtract_one_from_norms(name: str, array: Stored, _: Mapping[str, Any]) -> Stored:
+    if not name.endswith("norm.weight"):
+        return array
+    if isinstance(array, QuantizedArray):  # a norm stored as a matrix of one row
+        array = array.dequantize()
+    return array - array.dtype.type(1)
 
 
-def _unchanged(_: str, array: np.ndarray, __: Mapping[str, Any]) -> np.ndarray:
+def _unchanged(_: str, array: Stored, __: Mapping[str, Any]) -> Stored:
     return array
 
 

@@ -44,6 +44,15 @@ OTHER_DTYPE_BYTES = {
 }
 """Dtypes whose size we know, so that a file may hold them beside the weights."""
 
+RAW_DTYPES = FLOAT_DTYPES | {
+    "I64": np.dtype("<i8"),
+    "I32": np.dtype("<i4"),
+    "I8": np.dtype("i1"),
+    "U8": np.dtype("u1"),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+}
+"""The dtypes that can be read: those of weights and those that quantized weights consist of."""
+
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
@@ -81,8 +90,8 @@ class SafetensorsFile:
         self.tensors = {tensor.name: tensor for tensor in entries}
 
     def read(self, tensor: StoredTensor) -> np.ndarray:
-        """Returns a float tensor as a read-only view of the file."""
-        return self._file.view(FLOAT_DTYPES[tensor.dtype], tensor.shape, tensor.offset)
+        """Returns a tensor of one of RAW_DTYPES as a read-only view of the file."""
+        return self._file.view(RAW_DTYPES[tensor.dtype], tensor.shape, tensor.offset)
 
     def release(self, tensor: StoredTensor) -> None:
         """Lets the kernel drop the pages of a tensor's data."""

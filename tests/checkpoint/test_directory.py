@@ -203,7 +203,7 @@ def test_bad_index(sharded, text, message):
         ('{"model_type": "lla', "not valid JSON"),
         ("{}", "model_type is None"),
         ('{"model_type": 3}', "model_type is 3"),
-        ('{"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}', "'gptq'"),
+        ('{"model_type": "llama", "quantization_config": {"quant_method": "aqlm"}}', "'aqlm'"),
         (f'{{"model_type": {"9" * 5000}}}', "not valid JSON"),
     ],
 )
@@ -269,7 +269,7 @@ BAD_FILES = {
     "dtype list": (safetensors_file({"t": entry(["F32"])}, bytes(8)), "is not supported"),
     "dtype integer": (
         safetensors_file({"t": entry("I32")}, bytes(8)),
-        "'t' has the dtype I32; supported are F64, F32, F16, BF16",
+        "'t': has the dtype I32; supported are F64, F32, F16, BF16",
     ),
     "shape negative": (safetensors_file({"t": entry(shape=[-2])}, bytes(8)), "positive sizes"),
     "shape zero": (safetensors_file({"t": entry(shape=[0])}, bytes(8)), "positive sizes"),

@@ -134,13 +134,22 @@ REFUSED = {
     "5 dimensions": (with_tensor((1,) * 5, 0), "has 5 dimensions"),
     "dimension 0": (with_tensor((64, 0), 0), r"impossible dimensions \[64, 0\]"),
     "dimensions overflow": (with_tensor((1 << 62, 1 << 62), 0), "impossible dimensions"),
-    "type MXFP4": (with_tensor((64, 32), 39), "'blk.0.attn_v.weight' has the type MXFP4; supp"),
-    "type IQ3_S": (with_tensor((256, 32), 21), "IQ3_S; supported are F32, F16, Q4_0, .*Q6_K, BF16"),
+    "type NVFP4": (with_tensor((64, 32), 40), "'blk.0.attn_v.weight' has the type NVFP4; supp"),
+    "type IQ3_S": (
+        with_tensor((256, 32), 21),
+        "IQ3_S; supported are F32, F16, .*Q6_K, BF16, MXFP4",
+    ),
     "type 255": (with_tensor((64, 32), 255), r"type unknown \(255\); supported are F32"),
     "Q4_K rows not of 256": (
         with_tensor((64, 32), 12),
         "rows of 64 weights, not a multiple of 256",
     ),
+    "MXFP4 rows not of 32": (with_tensor((48, 32), 39), "rows of 48 weights, not a multiple of 32"),
+    "MXFP4 blocks cut off": (
+        with_tensor((96, 64), 39, bytes(17 * 192 - 64), name="blk.1.ffn_down.weight"),
+        "beyond the end of the file",
+    ),
+    "2^50 Q2_K blocks": (with_tensor((1 << 30, 1 << 28), 10), "beyond the end of the file"),
     "offset not aligned": (with_offset(4), "offset 4 is not aligned to 32"),
     "offset of another tensor": (with_offset(0), "overlap"),
     "offset beyond the end": (with_offset(1 << 20), "beyond the end of the file"),
@@ -179,6 +188,10 @@ REFUSED = {
     "rope factors of another size": (
         tiny_gguf().tensor("rope_freqs.weight", np.full(4, 8.0)),
         "holds no Llama 3 factors",
+    ),
+    "rope factors by the million": (
+        tiny_gguf().raw_tensor("rope_freqs.weight", (1 << 22, 1), 8, bytes(34 << 17)),
+        r"'rope_freqs.weight' has the shape \(1, 4194304\)",
     ),
     "more tokens than rows": (
         tiny_gguf().put_array("tokenizer.ggml.tokens", STRING, ["x"] * 97),
@@ -231,6 +244,30 @@ def test_cut_anywhere(tmp_path):
             open_checkpoint(path)
 
 
+def with_quantized_matrices():
+    """The tiny model with random blocks of a type of 32 weights in each of its matrices."""
+    builder = tiny_gguf()
+    rng = np.random.default_rng(3)
+    block_bytes = {2: 18, 3: 20, 6: 22, 7: 24, 8: 34, 39: 17}
+    for index, (name, (dims, _, _)) in enumerate(builder.tensors.items()):
+        if len(dims) == 2:
+            number = list(block_bytes)[index % len(block_bytes)]
+            data = rng.bytes(dims[0] // 32 * dims[1] * block_bytes[number])
+            builder.raw_tensor(name, dims, number, data)
+    return builder
+
+
+@pytest.mark.parametrize("dims", [(256,), (256, 2), (256, 2, 2)])
+def test_any_type_number_is_refused_or_read(dims, tmp_path):
+    data = np.random.default_rng(4).bytes(4096)
+    for number in [*range(42), 255, (1 << 32) - 1]:
+        builder = with_tensor(dims, number, data, name="blk.0.ffn_norm.weight")
+        path = builder.write(tmp_path / "model.gguf")
+        with contextlib.suppress(CheckpointError):
+            read = dict(open_checkpoint(path).tensors())
+            assert read["model.layers.0.post_attention_layernorm.weight"].shape == dims[::-1]
+
+
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     flips=st.lists(st.tuples(st.integers(0, 3200), st.integers(0, 255)), min_size=1, max_size=4),
@@ -238,7 +275,7 @@ def test_cut_anywhere(tmp_path):
 )
 def test_damage_is_refused_or_harmless(tmp_path, flips, cut):
     """Any bytes changed in the header: a CheckpointError or a checkpoint that reads to its end."""
-    raw = bytearray(tiny_gguf().build())
+    raw = bytearray(with_quantized_matrices().build())
     for at, byte in flips:
         raw[at] = byte
     path = tmp_path / "damaged.gguf"
