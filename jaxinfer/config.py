@@ -5,12 +5,9 @@ A leaf: imports nothing of ours and no jax. A value is checked once, here, and n
 
 from __future__ import annotations
 
-import difflib
 import re
-import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 _DTYPES = {
@@ -19,6 +16,8 @@ _DTYPES = {
     **dict.fromkeys(("bfloat16", "bf16"), "bfloat16"),
     **dict.fromkeys(("float16", "fp16", "f16", "half"), "float16"),
 }
+_KV_DTYPES = {**_DTYPES, "int8": "int8"}
+_GROUP_SIZES = (16, 32, 64, 128)
 _LOG_LEVELS = ("debug", "info", "warning", "error")
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(i?)B?\s*", re.IGNORECASE)
 
@@ -74,8 +73,18 @@ class EngineConfig:
     exact: bool = _flag(
         False, "float32 activations and KV cache, highest matmul precision: for comparisons"
     )
-    quant: str | None = _flag(None, "quantize weights at load: int8, int4, nf4, fp8 or w8a8")
-    kv_cache_dtype: str = _flag("auto", "KV cache: auto, float32, bfloat16 or float16")
+    quant: str | None = _flag(
+        None,
+        "quantize weights at load: int8, int4, nf4, fp8, w8a8, Q8_0, Q4_0, HQQ8, HQQ4 or auto",
+        aliases=("--isq",),
+    )
+    quant_group_size: int | None = _flag(
+        None, "weights per scale with --quant: 16, 32, 64 or 128 (default: the format's own)"
+    )
+    kv_cache_dtype: str = _flag(
+        "auto",
+        "KV cache: auto, float32, bfloat16, float16, or int8 (with a scale per token and head)",
+    )
     max_model_len: int | None = _flag(
         None,
         "context limit in tokens, prompt included (default: the model's)",
@@ -116,10 +125,11 @@ class EngineConfig:
     )
 
     def __post_init__(self) -> None:
-        for name in ("dtype", "kv_cache_dtype"):
-            value = getattr(self, name)
-            _require(value in _DTYPES, name, value, "must be auto, float32, bfloat16 or float16")
-            object.__setattr__(self, name, _DTYPES[value])
+        for name, dtypes in (("dtype", _DTYPES), ("kv_cache_dtype", _KV_DTYPES)):
+            value, choices = getattr(self, name), list(dict.fromkeys(dtypes.values()))
+            rule = f"must be {', '.join(choices[:-1])} or {choices[-1]}"
+            _require(value in dtypes, name, value, rule)
+            object.__setattr__(self, name, dtypes[value])
         for name in _POSITIVE_ENGINE_FIELDS:
             value = getattr(self, name)
             _require(value is None or value >= 1, name, value, "must be at least 1")
@@ -150,6 +160,13 @@ class EngineConfig:
         self._check_pairs()
 
     def _check_pairs(self) -> None:
+        size = self.quant_group_size
+        _require(
+            size is None or (size in _GROUP_SIZES and self.quant is not None),
+            "quant_group_size",
+            size,
+            "must be 16, 32, 64 or 128, and goes with quant",
+        )
         _require(
             self.num_pages is None or self.kv_cache_memory is None,
             "kv_cache_memory",
@@ -267,65 +284,6 @@ def _require(condition: bool, name: str, value: object, rule: str) -> None:
 
 ConfigT = TypeVar("ConfigT", EngineConfig, ServerConfig)
 
-# Keys of the TOML tables that are not settings by their own name.
-_TOML_NAMES = {
-    ("model", "path"): "model",
-    ("server", "parallelism"): "tensor_parallel",
-    ("acceleration", "use_flash_attn"): "attention",
-}
-_TABLES = ("model", "server", "engine", "acceleration")
-
-
-def load_toml(path: str | Path) -> tuple[EngineConfig, ServerConfig]:
-    """Reads a deployment: any setting by its flag's name, in the tables [model] [engine] [server].
-
-    `[model] path`, `[server] parallelism` and `[acceleration] use_flash_attn` are understood too.
-
-    Raises:
-      ConfigError: the file is missing, is no TOML, has an unknown key, or a value does not fit.
-    """
-    try:
-        document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"config {str(path)!r} cannot be read: {error}") from error
-    values: dict[str, Any] = {}
-    for table, entries in document.items():
-        if not isinstance(entries, dict):
-            raise ConfigError(f"{path}: key {table!r} stands outside a table; use [engine] ...")
-        if table not in _TABLES:
-            raise ConfigError(_unknown(path, f"[{table}]", table, _TABLES))
-        for key, value in entries.items():
-            name = _TOML_NAMES.get((table, key), key.replace("-", "_"))
-            if name not in _settings():
-                raise ConfigError(_unknown(path, f"{key!r} in [{table}]", key, _toml_keys(table)))
-            values.update(_toml_value(path, table, key, name, value))
-    try:
-        return override(EngineConfig(), values), override(ServerConfig(), values)
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from error
-
-
-def _toml_value(path: str | Path, table: str, key: str, name: str, value: Any) -> dict[str, Any]:
-    if (table, key) == ("acceleration", "use_flash_attn") and isinstance(value, bool):
-        return {} if value else {"attention": "reference"}
-    where = f"{path}: {key!r} in [{table}]"
-    try:
-        checked = _settings()[name].check(value)
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from error
-    extra = {"allow_fewer_devices": True} if key == "parallelism" else {}
-    return {name: checked, **extra}
-
-
-def _toml_keys(table: str) -> list[str]:
-    renamed = [key for owner, key in _TOML_NAMES if owner == table]
-    return [*renamed, *_settings()]
-
-
-def _unknown(path: str | Path, what: str, key: str, known: Any) -> str:
-    nearest = difflib.get_close_matches(key.replace("-", "_"), list(known), n=1, cutoff=0.0)
-    return f"{path}: unknown {what}; the nearest known name is {nearest[0]!r}"
-
 
 @dataclass(frozen=True)
 class Setting:
@@ -380,7 +338,8 @@ def settings_of(config: type[EngineConfig] | type[ServerConfig]) -> tuple[Settin
     return tuple(found)
 
 
-def _settings() -> dict[str, Setting]:
+def all_settings() -> dict[str, Setting]:
+    """Returns the settings of both configurations by name."""
     both = (*settings_of(EngineConfig), *settings_of(ServerConfig))
     return {setting.name: setting for setting in both}
 

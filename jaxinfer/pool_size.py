@@ -1,4 +1,4 @@
-"""How many pages the KV pool gets: what is asked for, or what memory is left."""
+"""How the KV cache is held, and how many pages it gets: what is asked for, or what is left."""
 
 from __future__ import annotations
 
@@ -6,18 +6,91 @@ import logging
 from collections.abc import Mapping
 from dataclasses import replace
 
+import jax
+import numpy as np
+
 from jaxinfer.config import ConfigError, EngineConfig
+from jaxinfer.nn.config import DecoderConfig, num_cache_kv_heads
 from jaxinfer.nn.decoder import CausalLM
 from jaxinfer.runner.buckets import Ladders
 from jaxinfer.runner.compile_watch import CompileWatch
-from jaxinfer.runner.kv_cache import cpu_pool_bytes
+from jaxinfer.runner.kv_cache import CacheSpec, cpu_pool_bytes, default_page_size
 from jaxinfer.runner.model_runner import ModelRunner, RunnerConfig
+from kernels import paged_attention
 
 logger = logging.getLogger(__name__)
 
 GRAIN = 256 * 2**20
 """Pools sized from free memory are multiples of this: a few bytes of difference between two runs
 must not change the programs' shapes, or the compilation cache would miss."""
+
+
+def make_cache_spec(
+    config: EngineConfig, model: DecoderConfig, platform: str, num_devices: int
+) -> CacheSpec:
+    """Returns how a model's keys and values are held.
+
+    Raises:
+      ConfigError: the platform has no such cache.
+      ValueError: the devices do not divide the query heads.
+    """
+    return CacheSpec(
+        platform=platform,
+        dtype=_kv_dtype(config, platform),
+        num_layers=model.num_layers,
+        num_kv_heads=num_cache_kv_heads(model, num_devices),
+        head_dim=model.head_dim,
+        page_size=config.page_size or default_page_size(platform),
+        num_shards=num_devices,
+    )
+
+
+def _kv_dtype(config: EngineConfig, platform: str) -> np.dtype:
+    """How keys and values are held: float32 on CPU and for `exact`, else bfloat16."""
+    name = config.kv_cache_dtype
+    if name == "auto":
+        name = "float32" if config.exact or platform == "cpu" else "bfloat16"
+    if platform == "tpu" and name == "float16":
+        raise ConfigError(
+            "kv_cache_dtype float16: a TPU has none; choose bfloat16, float32 or int8"
+        )
+    return paged_attention.kv_dtype(platform, jax.numpy.dtype(name))
+
+
+def token_budget(config: EngineConfig, platform: str) -> int:
+    """Returns the most tokens of one step.
+
+    On CPU a step of 256 tokens is bound by arithmetic: 512 gain 5 % of prefill, and cost a program
+    more to compile, to load at each start (1 s) and to hold (50 MB). Who serves one sequence at a
+    time minds memory: there 64 lose 15 % of prefill, and save that program.
+    """
+    if config.max_num_batched_tokens is not None:
+        return config.max_num_batched_tokens
+    if platform != "cpu":
+        return max(4096, 2 * config.max_num_seqs)
+    return max(256, 2 * config.max_num_seqs) if config.max_num_seqs > 1 else 64
+
+
+def pool_pages(
+    config: EngineConfig, platform: str, page_bytes: int, page_size: int, budget: int, limit: int
+) -> int:
+    """Returns the pages of the pool, page 0 included: as configured, else what a budget holds.
+
+    Never more than all sequences can use. On a CPU, where the budget is a modest default, a context
+    that was asked for gets one sequence at least: the memory plan has found room for it.
+
+    Args:
+      page_bytes, page_size: of the cache.
+      budget: bytes, where the configuration names neither pages nor bytes.
+      limit: tokens of the longest sequence.
+    """
+    if config.num_pages is not None:
+        return config.num_pages + 1
+    held = (config.kv_cache_memory or budget) // page_bytes
+    is_free = config.kv_cache_memory is None and platform == "cpu"
+    if is_free and config.max_model_len is not None:
+        held = max(held, -(-limit // page_size))
+    return 1 + min(held, -(-config.max_num_seqs * limit // page_size))
 
 
 def with_pool(
@@ -29,24 +102,28 @@ def with_pool(
       ConfigError: the pool cannot hold one sequence of the context that was asked for.
     """
     cache = runner.cache
-    if config.num_pages is not None:
-        num_pages = config.num_pages + 1
-    else:
-        budget = config.kv_cache_memory or _free_bytes(config, runner, model, watch)
-        num_pages = cache.num_pages(budget, runner.max_num_seqs * runner.max_model_len)
+    is_given = config.num_pages is not None or config.kv_cache_memory is not None
+    budget = 0 if is_given else _free_bytes(config, runner, model, watch)
+    num_pages = pool_pages(
+        config, cache.platform, cache.page_bytes, cache.page_size, budget, runner.max_model_len
+    )
     tokens = (num_pages - 1) * cache.page_size
     if tokens >= runner.max_model_len:
         return replace(runner, num_pages=num_pages)
     if config.max_model_len is not None or tokens < 2 * cache.page_size:
-        raise ConfigError(
-            f"max_model_len is {runner.max_model_len} tokens, but the KV pool holds {tokens} "
-            f"({cache.page_bytes * (num_pages - 1) / 1e6:.0f} MB); lower max_model_len or raise "
-            "kv_cache_memory"
-        )
+        raise pool_too_small(runner.max_model_len, tokens, cache.page_bytes * (num_pages - 1))
     logger.warning(
         "max_model_len lowered from %d to %d, what the KV pool holds", runner.max_model_len, tokens
     )
     return replace(runner, num_pages=num_pages, max_model_len=tokens)
+
+
+def pool_too_small(max_model_len: int, tokens: int, num_bytes: int) -> ConfigError:
+    """Returns the refusal of a pool that does not hold one sequence."""
+    return ConfigError(
+        f"max_model_len is {max_model_len} tokens, but the KV pool holds {tokens} "
+        f"({num_bytes / 1e6:.0f} MB); lower max_model_len or raise kv_cache_memory"
+    )
 
 
 def _free_bytes(

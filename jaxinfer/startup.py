@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
-from jax.sharding import Mesh
 from tqdm import tqdm
 
 from jaxinfer import cpu
@@ -20,15 +19,13 @@ from jaxinfer.checkpoint import Checkpoint, open_checkpoint, resolve_model
 from jaxinfer.compilation_cache import set_compilation_cache
 from jaxinfer.config import ConfigError, EngineConfig
 from jaxinfer.engine import Engine
-from jaxinfer.models import load_model_module
-from jaxinfer.nn.config import DecoderConfig, KVGroup
-from jaxinfer.nn.context import ModelContext
+from jaxinfer.model_loading import context_length, load_model
+from jaxinfer.nn.config import KVGroup
 from jaxinfer.nn.decoder import CausalLM
-from jaxinfer.pool_size import with_pool
-from jaxinfer.quantization import SCHEMES, QuantScheme
+from jaxinfer.pool_size import make_cache_spec, token_budget, with_pool
 from jaxinfer.runner.compile_watch import CompileWatch
-from jaxinfer.runner.kv_cache import CacheSpec, default_page_size
-from jaxinfer.runner.loader import check_tensors, load_weights, make_abstract_model
+from jaxinfer.runner.kv_cache import CacheSpec
+from jaxinfer.runner.loader import parameters
 from jaxinfer.runner.model_runner import ModelRunner, RunnerConfig
 from jaxinfer.scheduler.page_tables import GroupSpec, PageTables
 from jaxinfer.scheduler.scheduler import Scheduler, SchedulerLimits
@@ -72,14 +69,7 @@ def load_engine(config: EngineConfig, progress: bool = True) -> LoadedEngine:
     """
     began = time.monotonic()
     cpu.set_num_threads(config.num_threads)
-    path = resolve_model(config.model, config.revision)
-    checkpoint = open_checkpoint(path)
-    if config.model_type not in (None, checkpoint.model_type):
-        raise ConfigError(
-            f"model_type is {config.model_type!r}, but {path.name} is {checkpoint.model_type!r}"
-        )
-    source = config.tokenizer_path
-    tokenizer = load_tokenizer(checkpoint.tokenizer_source if source is None else Path(source))
+    path, checkpoint, tokenizer = open_model(config)
     chat_template = ChatTemplate.from_tokenizer(tokenizer, config.chat_template)
     if chat_template.unavailable is not None:
         logger.warning("chats will be refused: %s", chat_template.unavailable)
@@ -107,6 +97,24 @@ def load_engine(config: EngineConfig, progress: bool = True) -> LoadedEngine:
         },
         device_kind=model.context.mesh.devices.flat[0].device_kind,
     )
+
+
+def open_model(config: EngineConfig) -> tuple[Path, Checkpoint, Tokenizer]:
+    """Returns where the model is, its checkpoint, no weight of it read yet, and its tokenizer.
+
+    Raises:
+      ValueError: the checkpoint cannot be used (CheckpointError, TokenizerError), or is not of the
+        `model_type` that was asked for (ConfigError).
+    """
+    path = resolve_model(config.model, config.revision)
+    checkpoint = open_checkpoint(path)
+    if config.model_type not in (None, checkpoint.model_type):
+        raise ConfigError(
+            f"model_type is {config.model_type!r}, but {path.name} is {checkpoint.model_type!r}"
+        )
+    source = config.tokenizer_path
+    tokenizer = load_tokenizer(checkpoint.tokenizer_source if source is None else Path(source))
+    return path, checkpoint, tokenizer
 
 
 def assemble_engine(
@@ -140,149 +148,21 @@ def assemble_engine(
     )
 
 
-def make_mesh(tensor_parallel: int, allow_fewer: bool = False) -> Mesh:
-    """Returns the mesh (data, tensor) over the first devices of the default platform.
-
-    Raises:
-      ConfigError: there are fewer devices than `tensor_parallel`.
-    """
-    devices = jax.devices()
-    if tensor_parallel > len(devices):
-        message = (
-            f"tensor_parallel is {tensor_parallel}, but there are {len(devices)} "
-            f"{devices[0].platform} devices"
-        )
-        if not allow_fewer:
-            raise ConfigError(f"{message}; lower it")
-        logger.warning("%s; using %d", message, len(devices))
-        tensor_parallel = len(devices)
-    return Mesh(np.array(devices[:tensor_parallel]).reshape(1, -1), ("data", "tensor"))
-
-
-def load_model(
-    config: EngineConfig, checkpoint: Checkpoint, progress: bool
-) -> tuple[CausalLM, tuple[KVGroup, ...]]:
-    """Returns the filled model and its KV groups."""
-    module = load_model_module(checkpoint.model_type)
-    model_config = module.Config.from_hf(checkpoint.hf_config)
-    mesh = make_mesh(config.tensor_parallel, config.allow_fewer_devices)
-    platform = mesh.devices.flat[0].platform
-    # What can be refused at once is, before seconds or minutes of loading.
-    for flag, op in (("attention", paged_attention), ("matmul", quantized_matmul)):
-        _check_implementation(flag, getattr(config, flag), op.IMPLEMENTATIONS, platform)
-    scheme = _quant_scheme(config.quant, platform)
-    _max_model_len(config, model_config)
-    dtype, weight_dtype = _dtypes(config, platform)
-    context = ModelContext(
-        mesh=mesh,
-        platform=platform,
-        dtype=dtype,
-        weight_dtype=weight_dtype,
-        precision="highest" if config.exact else None,
-        attention=config.attention,
-        matmul=config.matmul,
-        quant=scheme,
-    )
-    model = make_abstract_model(module, model_config, context)
-    shapes = {name: info.shape for name, info in checkpoint.tensor_infos.items()}
-    try:
-        check_tensors(model, module, shapes)
-        load_weights(model, module, checkpoint.tensors(progress))
-    except ValueError as error:
-        error.add_note(f"checkpoint: {checkpoint.path}")
-        raise
-    return model, module.kv_groups(model_config)
-
-
-def _dtypes(config: EngineConfig, platform: str) -> tuple[np.dtype, np.dtype]:
-    """Dtypes of activations and of weights; they differ only where "auto" chooses on a CPU.
-
-    XLA:CPU multiplies bfloat16 matrices 5 to 9 times faster than float32 where the CPU has the
-    instructions, and 10 times slower where it has not; everything else it does best in float32.
-    """
-    bfloat16, float32 = np.dtype(jax.numpy.bfloat16), np.dtype(np.float32)
-    if config.exact:
-        return float32, float32
-    if config.dtype != "auto":
-        dtype = np.dtype(jax.numpy.dtype(config.dtype))
-        return dtype, dtype
-    if platform != "cpu":
-        return bfloat16, bfloat16
-    has_products = {"avx512_bf16", "amx_bf16", "bf16"} & set(cpu.features().split())
-    return float32, bfloat16 if has_products else float32
-
-
-def _kv_dtype(config: EngineConfig, platform: str) -> np.dtype:
-    """How keys and values are held: float32 on CPU and for `exact`, else bfloat16."""
-    name = config.kv_cache_dtype
-    if name == "auto":
-        name = "float32" if config.exact or platform == "cpu" else "bfloat16"
-    if platform == "tpu" and name == "float16":
-        raise ConfigError("kv_cache_dtype float16: a TPU has none; choose bfloat16 or float32")
-    return paged_attention.kv_dtype(platform, jax.numpy.dtype(name))
-
-
-def _max_model_len(config: EngineConfig, model_config: DecoderConfig) -> int:
-    limit = model_config.max_position_embeddings
-    if config.max_model_len is not None and config.max_model_len > limit:
-        raise ConfigError(
-            f"max_model_len is {config.max_model_len}, but the model was made for {limit} "
-            "positions; lower it"
-        )
-    return config.max_model_len or limit
-
-
-def _check_implementation(
-    flag: str, name: str | None, table: Mapping[str, tuple[str, ...]], platform: str
-) -> None:
-    if platform not in table:
-        raise ConfigError(
-            f"jax runs on {platform!r}, for which there is no {flag}; set JAX_PLATFORMS to one "
-            f"of {', '.join(table)}"
-        )
-    if name not in (None, *table[platform]):
-        raise ConfigError(
-            f"{flag} {name!r} is not available on {platform}; choose one of "
-            f"{', '.join(table[platform])}"
-        )
-
-
-def _quant_scheme(name: str | None, platform: str) -> QuantScheme | None:
-    if name is None:
-        return None
-    if name not in SCHEMES:
-        raise ConfigError(f"quant {name!r} is unknown; choose one of {', '.join(SCHEMES)}")
-    if platform == "cpu":
-        logger.warning(
-            "quant %s: XLA:CPU dequantizes each matrix at every step, which is slower than "
-            "without --quant",
-            name,
-        )
-    return SCHEMES[name]
+def cache_spec(config: EngineConfig, model: CausalLM) -> CacheSpec:
+    """Returns how the model's keys and values are held."""
+    context = model.context
+    return make_cache_spec(config, model.config, context.platform, context.tensor_parallel)
 
 
 def _make_runner(
     config: EngineConfig, model: CausalLM, num_groups: int, vocab_size: int, watch: CompileWatch
 ) -> ModelRunner:
-    context, model_config = model.context, model.config
-    max_model_len = _max_model_len(config, model_config)
-    cache = CacheSpec(
-        platform=context.platform,
-        dtype=_kv_dtype(config, context.platform),
-        num_layers=model_config.num_layers,
-        num_kv_heads=model.num_cache_kv_heads,
-        head_dim=model_config.head_dim,
-        page_size=config.page_size or default_page_size(context.platform),
-        num_shards=context.tensor_parallel,
-    )
-    budget = config.max_num_batched_tokens
-    if budget is None:
-        # On CPU a step of 256 tokens is bound by arithmetic: 512 gain 5 % of prefill, and cost a
-        # program more to compile, to load at each start (1 s) and to hold (50 MB).
-        budget = max(256 if context.platform == "cpu" else 4096, 2 * config.max_num_seqs)
+    context = model.context
+    max_model_len = context_length(config, model.config)
+    cache = cache_spec(config, model)
     runner_config = RunnerConfig(
         max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=budget,
+        max_num_batched_tokens=token_budget(config, context.platform),
         max_model_len=max_model_len,
         decode_steps=min(config.decode_steps, config.max_decode_steps_before_prefill),
         cache=cache,
@@ -339,7 +219,7 @@ def _log_setup(
         devices[0].device_kind,
         context.platform,
         context.dtype.name,
-        np.dtype(cache.dtype).name,
+        cache.dtype_name,
     )
     attention = paged_attention.choose(
         jax.ShapeDtypeStruct(
@@ -350,15 +230,7 @@ def _log_setup(
         implementation=context.attention,
     )
     logger.info("paged_attention: %s", attention)
-    weight = model.layers[0].mlp.down.weight.get_value()
-    if isinstance(weight, QTensor):
-        rows = jax.ShapeDtypeStruct((limits.max_num_seqs, weight.shape[1]), context.dtype)
-        matmul = quantized_matmul.choose(
-            rows, weight, platform=context.platform, implementation=context.matmul
-        )
-        logger.info("quantized_matmul (%s): %s", weight.code, matmul)
-    else:
-        logger.info("matmul: xla (%s weights)", context.weight_dtype.name)
+    _log_weights(model, limits.max_num_seqs)
     logger.info(
         "ladder: decode %s, tokens %s; %d programs, %d executables in %.1f s",
         runner.ladders.decode,
@@ -369,8 +241,9 @@ def _log_setup(
     )
     pages = config.num_pages - 1
     logger.info(
-        "KV pool: %d tokens in %d pages of %d (%.0f MB); context %d tokens",
+        "KV pool: %d tokens of %d bytes in %d pages of %d (%.0f MB); context %d tokens",
         pages * cache.page_size,
+        cache.token_bytes,
         pages,
         cache.page_size,
         math.prod((pages, cache.page_bytes)) / 1e6,
@@ -385,3 +258,25 @@ def _log_setup(
         limits.bulk_steps,
         limits.pipeline_depth,
     )
+
+
+def _log_weights(model: CausalLM, num_rows: int) -> None:
+    """Says what the weights are kept as, and what multiplies each kind."""
+    context = model.context
+    sizes: Counter[str] = Counter()
+    choices = {}
+    for _, param in parameters(model):
+        for leaf in jax.tree.leaves(param.get_value(), is_leaf=lambda x: isinstance(x, QTensor)):
+            if isinstance(leaf, QTensor):
+                kind, num_bytes = f"{leaf.code} in groups of {leaf.group_size}", leaf.num_bytes
+                rows = jax.ShapeDtypeStruct((num_rows, leaf.shape[1]), context.dtype)
+                choices[leaf.code] = quantized_matmul.choose(
+                    rows, leaf, platform=context.platform, implementation=context.matmul
+                )
+            else:
+                kind, num_bytes = leaf.dtype.name, leaf.nbytes
+            sizes[kind] += num_bytes
+    kinds = ", ".join(f"{size / 1e6:.1f} MB of {kind}" for kind, size in sizes.most_common())
+    logger.info("weights: %s", kinds)
+    for code, choice in choices.items():
+        logger.info("quantized_matmul (%s): %s", code, choice)

@@ -9,11 +9,11 @@ from jaxinfer.config import (
     ConfigError,
     EngineConfig,
     ServerConfig,
-    load_toml,
     override,
     parse_bytes,
     settings_of,
 )
+from jaxinfer.config_file import load_toml
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.toml"))
 
@@ -41,7 +41,9 @@ def test_sizes_that_are_none(text):
 
 REFUSED = [
     (EngineConfig, {"dtype": "int3"}),
-    (EngineConfig, {"kv_cache_dtype": "int8"}),
+    (EngineConfig, {"dtype": "int8"}),
+    (EngineConfig, {"kv_cache_dtype": "int4"}),
+    (EngineConfig, {"kv_cache_dtype": "int8", "exact": True}),
     (EngineConfig, {"prefix_cache": True}),
     (EngineConfig, {"max_num_seqs": 0}),
     (EngineConfig, {"max_model_len": -1}),
@@ -87,6 +89,7 @@ def test_every_field_is_a_flag():
 def test_dtypes_have_one_name():
     assert EngineConfig(dtype="fp16").dtype == "float16"
     assert EngineConfig(kv_cache_dtype="bf16").kv_cache_dtype == "bfloat16"
+    assert EngineConfig(kv_cache_dtype="int8").kv_cache_dtype == "int8"
 
 
 def test_keys_are_never_shown():

@@ -14,7 +14,7 @@ from models.conftest import PagedModel
 from jaxinfer.checkpoint import open_checkpoint
 from jaxinfer.config import EngineConfig
 from jaxinfer.llm import LLM
-from jaxinfer.startup import load_model
+from jaxinfer.model_loading import load_model
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "greedy.json").read_text())
 MODELS = {"smollm2": "smollm2-135m-instruct-q4_1", "gemma3": "gemma-3-270m-q4_k_m"}

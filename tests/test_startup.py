@@ -18,7 +18,7 @@ from checkpoint.builders import STRING, tiny_gguf
 from tiny_engine import CONTEXT, MAX_NUM_SEQS, VOCAB_SIZE, shared, tiny_model
 
 import jaxinfer
-from jaxinfer import _kernels_package, cli, pool_size, startup
+from jaxinfer import _kernels_package, cli, model_loading, pool_size, startup
 from jaxinfer._kernels_package import check_kernels_package
 from jaxinfer.config import ConfigError, EngineConfig
 from jaxinfer.runner import kv_cache
@@ -257,21 +257,25 @@ def test_a_context_beyond_the_model_is_refused_naming_both():
 
 def test_implementations_by_name():
     table = paged_attention.IMPLEMENTATIONS
-    startup._check_implementation("attention", "reference", table, "cpu")
+    model_loading._check_implementation("attention", "reference", table, "cpu")
     with pytest.raises(ConfigError, match="'flash' is not available on cpu; choose one of xla"):
-        startup._check_implementation("attention", "flash", table, "cpu")
+        model_loading._check_implementation("attention", "flash", table, "cpu")
     with pytest.raises(ConfigError, match="'metal'"):
-        startup._check_implementation("attention", None, table, "metal")
+        model_loading._check_implementation("attention", None, table, "metal")
 
 
-def test_schemes_by_name(caplog):
-    assert startup._quant_scheme(None, "gpu") is None
-    assert startup._quant_scheme("int4", "gpu").head.code == "int8"
-    assert not caplog.records
-    startup._quant_scheme("int8", "cpu")
-    assert "slower" in caplog.text
-    with pytest.raises(ConfigError, match="'int3' is unknown; choose one of int8"):
-        startup._quant_scheme("int3", "gpu")
+def test_quantization_is_slower_only_without_the_native_kernel(caplog, monkeypatch):
+    mesh = model_loading.make_mesh(1)
+    config = EngineConfig(quant="INT8")
+    for reason in (None, "the library is not built"):
+        monkeypatch.setattr(
+            model_loading.native_matmul, "unavailable", lambda reason=reason: reason
+        )
+        assert model_loading._with_quant(config, mesh, {}).quant == "int8"
+        assert ("slower" in caplog.text) == (reason is not None)
+    monkeypatch.setattr(model_loading, "free_bytes", lambda *_: None)
+    with pytest.raises(ConfigError, match="does not tell its memory"):
+        model_loading._with_quant(EngineConfig(quant="auto"), mesh, {})
 
 
 def test_the_tiny_engine_has_the_ladder_it_logs(caplog):
@@ -280,7 +284,7 @@ def test_the_tiny_engine_has_the_ladder_it_logs(caplog):
     startup._log_setup(engine.runner, engine.scheduler.limits, tiny_model()[0], engine.runner.watch)
     assert "ladder: decode (2, 4), tokens (32,); 4 programs" in caplog.text
     assert f"KV pool: {MAX_NUM_SEQS * CONTEXT} tokens" in caplog.text
-    assert "paged_attention: xla" in caplog.text
+    assert "paged_attention: " in caplog.text
 
 
 @pytest.mark.slow

@@ -5,10 +5,11 @@ import functools
 import numpy as np
 
 from jaxinfer.config import EngineConfig
+from jaxinfer.model_loading import make_mesh
 from jaxinfer.models import load_model_module
 from jaxinfer.nn.context import ModelContext
 from jaxinfer.runner.loader import init_random, make_abstract_model
-from jaxinfer.startup import LoadedEngine, assemble_engine, make_mesh
+from jaxinfer.startup import LoadedEngine, assemble_engine
 from jaxinfer.testing import byte_tokenizer
 from jaxinfer.text import ChatTemplate
 

@@ -12,11 +12,19 @@ from jaxtyping import Array, Float
 
 from jaxinfer.nn.config import DecoderConfig, kv_groups, num_cache_kv_heads
 from jaxinfer.nn.context import ModelContext
+from jaxinfer.nn.hadamard import mix
 from jaxinfer.nn.linear import Linear
 from jaxinfer.nn.norm import RMSNorm
 from jaxinfer.nn.rotary import RotaryTable, rotate
 from jaxinfer.nn.weights import Part, RowLayout, plain_layout
-from kernels.paged_attention import AttentionMetadata, KVCache, attend, kv_partition, write
+from kernels.paged_attention import (
+    AttentionMetadata,
+    KVCache,
+    QuantizedKV,
+    attend,
+    kv_partition,
+    write,
+)
 
 _HEADS = PartitionSpec(None, "tensor")
 
@@ -89,6 +97,9 @@ class Attention(nnx.Module):
         def run(
             q: jax.Array, new_kv: jax.Array, kv: KVCache, metadata: AttentionMetadata
         ) -> tuple[jax.Array, KVCache]:
+            if isinstance(kv, QuantizedKV):  # one scale for a key: no channel may dominate it
+                q = mix(q)
+                new_kv = jnp.stack([mix(new_kv[:, :, 0]), new_kv[:, :, 1]], axis=2)
             kv = write(
                 kv,
                 new_kv,

@@ -25,7 +25,11 @@ class ModelContext:
       precision: of matrix products; "highest" for `--exact`, None for the platform's default.
       attention, matmul: names of the implementations of attention and of quantized matmul to
         insist on, or None to choose.
-      quant: formats of the layers' matrices and the head; None keeps them in `weight_dtype`.
+      quant: formats that matrices are rounded to when they are filled; None leaves them as the
+        checkpoint has them.
+      keeps_quantized: quantized matrices of a checkpoint stay quantized; else they become float.
+      stored_group_size: largest group of the checkpoint's quantized matrices: padded widths are a
+        multiple of it for every device.
     """
 
     mesh: Mesh
@@ -36,6 +40,8 @@ class ModelContext:
     attention: str | None = None
     matmul: str | None = None
     quant: QuantScheme | None = None
+    keeps_quantized: bool = True
+    stored_group_size: int = 1
 
     @property
     def tensor_parallel(self) -> int:
@@ -46,6 +52,11 @@ class ModelContext:
     def linear_format(self) -> QFormat | None:
         """Format of the layers' matrices."""
         return None if self.quant is None else self.quant.linear
+
+    @property
+    def embedding_format(self) -> QFormat | None:
+        """Format of the embedding, and of a head tied to it."""
+        return None if self.quant is None else self.quant.embedding
 
     @property
     def head_format(self) -> QFormat | None:

@@ -70,7 +70,7 @@ class CausalLM(nnx.Module):
         self.context = context
         self.num_cache_kv_heads = num_cache_kv_heads(config, context.tensor_parallel)
         vocab = plain_layout(config.vocab_size, multiple_of=context.tensor_parallel)
-        self.embedding = Embedding(config.hidden_size, vocab, context)
+        self.embedding = Embedding(config.hidden_size, vocab, context, context.embedding_format)
         self.layers = nnx.List(
             [type(self).layer(config, context, i) for i in range(config.num_layers)]
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -13,48 +12,21 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxinfer.nn.context import ModelContext
+from jaxinfer.nn.matrix import (
+    AXIS,
+    Matrix,
+    MixedMatrix,
+    Split,
+    effective_split,
+    make_matrix,
+    specs_of,
+)
 from jaxinfer.nn.weights import RowLayout
-from jaxinfer.quantization import fit_format
 from kernels import quantized_matmul
 from kernels.quantized_matmul import QFormat, QTensor
-from kernels.quantized_matmul.format import local_part, partition_specs
-
-_WEIGHT_SPECS = {
-    "column": PartitionSpec("tensor", None),
-    "row": PartitionSpec(None, "tensor"),
-    None: PartitionSpec(),
-}
+from kernels.quantized_matmul.format import local_part
 
 _MAX_ROWS_WEIGHT_FIRST = 32
-
-
-Sharding: TypeAlias = Literal["column", "row"] | None
-
-
-def make_matrix(
-    layout: RowLayout,
-    in_features: int,
-    context: ModelContext,
-    sharding: Sharding,
-    fmt: QFormat | None = None,
-) -> nnx.Param:
-    """Returns a weight `[O, I]` that knows its checkpoint layout and its split over the mesh.
-
-    Its value is an array, or a QTensor where a format is given.
-
-    Raises:
-      ValueError: the format does not fit the matrix.
-    """
-    shape = (layout.num_rows, in_features)
-    if fmt is None:
-        value = jnp.zeros(shape, context.weight_dtype)
-        return nnx.Param(value, layout=layout, spec=_WEIGHT_SPECS[sharding])
-    devices = context.tensor_parallel if sharding == "row" else 1
-    fmt = fit_format(fmt, in_features, devices, context.platform)
-    codes = quantized_matmul.quantize(jnp.zeros(shape, jnp.float32), fmt)
-    codes = quantized_matmul.prepare(codes, context.platform)
-    spec = partition_specs(codes, sharding, "tensor")
-    return nnx.Param(codes, layout=layout, spec=spec, fmt=fmt)
 
 
 class Linear(nnx.Module):
@@ -69,7 +41,8 @@ class Linear(nnx.Module):
       sharding: "column" splits O over the mesh axis "tensor", "row" splits I and sums over it,
         None copies the weight to every device.
       weight: a parameter to share instead of making one (a head tied to the embedding).
-      fmt: keeps the weight quantized; `kernels.quantized_matmul` then multiplies, x unrounded.
+      fmt: quantizes the weight when it is filled; quantized weights, also those of a checkpoint,
+        are multiplied by `kernels.quantized_matmul`, x unrounded.
     """
 
     def __init__(
@@ -78,13 +51,13 @@ class Linear(nnx.Module):
         layout: RowLayout,
         context: ModelContext,
         *,
-        sharding: Sharding = None,
+        sharding: Split = None,
         bias: bool = False,
         weight: nnx.Param | None = None,
         fmt: QFormat | None = None,
     ) -> None:
         self.context = context
-        self.sharding = sharding
+        self.sharding = effective_split(sharding, context)
         if weight is None:
             weight = make_matrix(layout, in_features, context, sharding, fmt)
         self.weight = weight
@@ -95,10 +68,10 @@ class Linear(nnx.Module):
     ) -> Float[Array, "T O"]:
         """Returns the product in `out_dtype`, by default the activation dtype."""
         weight = self.weight.get_value()
-        if isinstance(weight, QTensor):
+        if isinstance(weight, QTensor | MixedMatrix):
             is_done = self.bias is None and not self._is_summed
             rounded = (out_dtype or self.context.dtype) if is_done else jnp.float32
-            y = self._quantized_product(x.astype(self.context.dtype), weight, rounded)
+            y = self._product_by_device(x.astype(self.context.dtype), weight, rounded)
         else:
             y = self._product(x.astype(weight.dtype), weight)
         if self.bias is not None:
@@ -125,36 +98,49 @@ class Linear(nnx.Module):
         """Whether a result is the sum of several devices' products."""
         return self.sharding == "row" and self.context.tensor_parallel > 1
 
-    def _quantized_product(
-        self, x: Float[Array, "T I"], weight: QTensor, out_dtype: DTypeLike
+    def _product_by_device(
+        self, x: Float[Array, "T I"], weight: QTensor | MixedMatrix, out_dtype: DTypeLike
     ) -> Float[Array, "T O"]:
         """Returns x Wᵀ: kernels see each device's own part, whole groups of it."""
 
-        def multiply(x: jax.Array, weight: QTensor) -> jax.Array:
-            y = quantized_matmul.matmul(
-                x,
-                local_part(weight),
-                platform=self.context.platform,
-                implementation=self.context.matmul,
-                out_dtype=out_dtype,
-            )
-            return jax.lax.psum(y, "tensor") if self._is_summed else y
+        def multiply(x: jax.Array, weight: QTensor | MixedMatrix) -> jax.Array:
+            y = self._local_product(x, weight, out_dtype)
+            return jax.lax.psum(y, AXIS) if self._is_summed else y
 
-        by_columns = PartitionSpec(None, "tensor")
+        by_columns = PartitionSpec(None, AXIS)
         run = jax.shard_map(
             multiply,
             mesh=self.context.mesh,
             in_specs=(
                 by_columns if self.sharding == "row" else PartitionSpec(),
-                partition_specs(weight, self.sharding, "tensor"),
+                specs_of(weight, self.sharding),
             ),
             out_specs=by_columns if self.sharding == "column" else PartitionSpec(),
             check_vma=False,  # kernels need not annotate what varies over the mesh
         )
         return run(x, weight)
 
+    def _local_product(
+        self, x: Float[Array, "T I"], weight: Matrix, out_dtype: DTypeLike
+    ) -> Float[Array, "T O"]:
+        """Returns x Wᵀ of one device's part; the products of pieces are put block by block."""
+        if isinstance(weight, MixedMatrix):
+            products = [
+                self._local_product(x, piece, out_dtype).reshape(len(x), -1, rows)
+                for piece, rows in zip(weight.pieces, weight.rows, strict=True)
+            ]
+            return jnp.concatenate(products, axis=2).reshape(len(x), -1)
+        if not isinstance(weight, QTensor):
+            return self._product(x.astype(weight.dtype), weight).astype(out_dtype)
+        return quantized_matmul.matmul(
+            x,
+            local_part(weight),
+            platform=self.context.platform,
+            implementation=self.context.matmul,
+            out_dtype=out_dtype,
+        )
 
-def _make_bias(layout: RowLayout, context: ModelContext, sharding: str | None) -> nnx.Param:
-    spec = PartitionSpec("tensor") if sharding == "column" else PartitionSpec()
+
+def _make_bias(layout: RowLayout, context: ModelContext, sharding: Split) -> nnx.Param:
     value = jnp.zeros(layout.num_rows, context.weight_dtype)
-    return nnx.Param(value, layout=layout, spec=spec)
+    return nnx.Param(value, layout=layout, split="column" if sharding == "column" else None)

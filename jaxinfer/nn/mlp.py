@@ -13,7 +13,7 @@ from jaxinfer.nn.config import DecoderConfig
 from jaxinfer.nn.context import ModelContext
 from jaxinfer.nn.linear import Linear
 from jaxinfer.nn.weights import Part, RowLayout, plain_layout, round_up
-from jaxinfer.quantization import width_multiple
+from jaxinfer.quantization import unpadded_format, width_multiple
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
@@ -31,12 +31,13 @@ class MLP(nnx.Module):
     def __init__(self, config: DecoderConfig, context: ModelContext) -> None:
         devices, features = context.tensor_parallel, config.intermediate_size
         fmt = context.linear_format
-        padded = round_up(features, devices * width_multiple(fmt))
+        multiple = max(width_multiple(fmt), context.stored_group_size)
+        padded = round_up(features, devices * multiple)
         gate_up = RowLayout(devices, padded // devices, (Part(features), Part(features)))
         down = plain_layout(config.hidden_size, columns=features)
-        make = partial(Linear, context=context, bias=config.mlp_bias, fmt=fmt)
-        self.gate_up = make(config.hidden_size, gate_up, sharding="column")
-        self.down = make(padded, down, sharding="row")
+        make = partial(Linear, context=context, bias=config.mlp_bias)
+        self.gate_up = make(config.hidden_size, gate_up, sharding="column", fmt=fmt)
+        self.down = make(padded, down, sharding="row", fmt=unpadded_format(fmt, features))
         self.activation = config.activation
         self.devices = devices
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from jaxinfer.nn.weights import plain_layout
@@ -21,7 +20,7 @@ class RMSNorm(nnx.Module):
     def __init__(self, features: int, eps: float) -> None:
         self.eps = eps
         self.weight = nnx.Param(
-            jnp.ones(features, jnp.float32), layout=plain_layout(features), spec=PartitionSpec()
+            jnp.ones(features, jnp.float32), layout=plain_layout(features), split=None
         )
 
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:

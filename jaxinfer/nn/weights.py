@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -63,8 +63,16 @@ class RowLayout:
         rows = self.parts[part_idx].rows
         return (rows,) if len(shape) == 1 else (rows, self.columns or shape[1])
 
+    def run(self, first: int, stop: int) -> RowLayout:
+        """Returns the layout of a parameter that holds only the parts `first` to `stop - 1`."""
+        return replace(self, parts=self.parts[first:stop])
+
     def place(self, buffer: np.ndarray, part_idx: int, tensor: np.ndarray) -> None:
-        """Writes one checkpoint tensor into its slots of the parameter's host buffer."""
+        """Writes one checkpoint tensor into its slots of the parameter's host buffer.
+
+        Columns beyond the tensor's stay as they are. Of a quantized tensor each array is placed by
+        itself: all have the same rows.
+        """
         part = self.parts[part_idx]
         first = sum(before.slots for before in self.parts[:part_idx])
         view = buffer.reshape(self.blocks, -1, self.slot_rows, *buffer.shape[1:])
@@ -74,8 +82,8 @@ class RowLayout:
         if missing:
             tensor = np.pad(tensor, [(0, missing)] + [(0, 0)] * (tensor.ndim - 1))
         tensor = tensor.reshape(blocks, part.slots, self.slot_rows, *tensor.shape[1:])
-        if self.columns:
-            slots = slots[..., : self.columns]
+        if tensor.ndim == 4:
+            slots = slots[..., : tensor.shape[-1]]
         for copy in range(part.repeat):
             slots[copy :: part.repeat] = tensor
 

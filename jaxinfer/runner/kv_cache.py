@@ -1,4 +1,4 @@
-"""How large the KV cache is: bytes per page, and how many pages fit a budget."""
+"""How large the KV cache is: bytes per page and per token; memory that is free for it on a CPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class CacheSpec:
 
     Attributes:
       platform: owner of the layout.
-      dtype: keys and values are held in, `kernels.paged_attention.kv_dtype`.
+      dtype: keys and values are held in, `kernels.paged_attention.kv_dtype`; int8 has scales.
       num_layers, num_kv_heads, head_dim: of the model, KV heads after replication.
       page_size: tokens per page.
       num_shards: devices that the KV heads are split over.
@@ -51,16 +51,21 @@ class CacheSpec:
         )
 
     @property
+    def dtype_name(self) -> str:
+        """Name of what the values are: a CPU holds bfloat16 as its bits."""
+        return "bfloat16" if self.dtype.name == "uint16" else self.dtype.name
+
+    @property
     def page_bytes(self) -> int:
         """Bytes of one page in all layers."""
         structs = jax.tree.leaves(self.layer(1))
         sizes = (math.prod(struct.shape) * struct.dtype.itemsize for struct in structs)
         return sum(sizes) * self.num_layers
 
-    def num_pages(self, budget_bytes: int, max_tokens: int) -> int:
-        """Pages for `max_tokens` tokens or as many as the budget holds; page 0 comes on top."""
-        wanted = -(-max_tokens // self.page_size)
-        return 1 + min(wanted, budget_bytes // self.page_bytes)
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token in all layers, its share of a page's padding included."""
+        return self.page_bytes // self.page_size
 
 
 def default_page_size(platform: str) -> int:
@@ -68,12 +73,13 @@ def default_page_size(platform: str) -> int:
     return 128 if platform == "tpu" else 16
 
 
-def cpu_pool_bytes() -> int:
-    """Default KV budget on CPU, in bytes: a power of two.
+def cpu_pool_bytes(available: int | None = None) -> int:
+    """Default KV budget on CPU, in bytes: a power of two, for that much free memory or for what is.
 
     Free memory varies from run to run, and the pool's size is part of every program's shape.
     """
-    share = int(CPU_MEMORY_SHARE * available_memory())
+    free = available_memory() if available is None else available
+    share = int(CPU_MEMORY_SHARE * free)
     return min(1 << max(share.bit_length() - 1, 0), CPU_POOL_BYTES)
 
 

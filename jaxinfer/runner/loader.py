@@ -7,12 +7,9 @@ from __future__ import annotations
 
 import fnmatch
 import logging
-import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
 
 import jax
 import numpy as np
@@ -22,7 +19,9 @@ from jaxinfer.nn.config import DecoderConfig
 from jaxinfer.nn.context import ModelContext
 from jaxinfer.nn.decoder import CausalLM
 from jaxinfer.nn.weights import Weight
-from kernels.quantized_matmul import QFormat, QTensor, prepare, quantize
+from jaxinfer.quantized_array import QuantizedArray
+from jaxinfer.runner.placement import HostTensor, PendingParameter, shape_of, shardings_of
+from kernels.quantized_matmul import QTensor, dequantize
 
 _logger = logging.getLogger(__name__)
 _MAX_NAMES_SHOWN = 5
@@ -44,36 +43,41 @@ def make_abstract_model(
 
 
 def load_weights(
-    model: CausalLM, module: ModuleType, tensors: Iterable[tuple[str, np.ndarray]]
+    model: CausalLM, module: ModuleType, tensors: Iterable[tuple[str, HostTensor]]
 ) -> None:
     """Replaces every parameter of the model by the checkpoint's, sharded over the model's mesh.
 
-    A fused parameter is assembled in a host buffer that lives until its last tensor has come, so
-    memory beyond the model stays at a few tensors.
+    A fused parameter is assembled in host buffers that live until its last tensor has come, so
+    memory beyond the model stays at a few tensors. Quantized matrices stay as they are.
 
     Args:
       model: abstract or filled; changed in place.
       module: the family's file: its `WEIGHT_MAP` and `IGNORED_WEIGHTS`.
-      tensors: (Hugging Face name, host array) in any order.
+      tensors: (Hugging Face name, host tensor) in any order.
 
     Raises:
-      WeightError: a tensor is missing, surplus, there twice, or has another shape.
+      WeightError: a tensor is missing, surplus, there twice, or has another shape; or a quantized
+        one cannot be split over the mesh.
     """
     inventory = _Inventory(model, module)
     tied_head = _TiedHead(model, module.WEIGHT_MAP)
-    pending: dict[str, _Buffer] = {}
+    pending: dict[str, PendingParameter] = {}
     for name, tensor in tensors:
         if tied_head.takes(name, tensor):
             continue
         target = inventory.claim(name, tensor.shape)
         if target is None:
+            inventory.dismiss(name, tensor)
             continue
         if target.offset:
-            tensor = tensor.astype(np.float32) + np.float32(target.offset)
-        buffer = pending.setdefault(target.path, _Buffer(target.param))
-        buffer.place(target.part_idx, tensor)
-        if buffer.is_complete:
-            put_weight(target.param, pending.pop(target.path).array, model.context)
+            tensor = _as_floats(tensor).astype(np.float32) + np.float32(target.offset)
+        pending.setdefault(target.path, PendingParameter(target.param, model.context))
+        pending[target.path].place(target.part_idx, tensor)
+        if pending[target.path].is_complete:
+            try:
+                pending.pop(target.path).finish()
+            except ValueError as error:
+                raise WeightError(f"tensor {name}: {error}") from error
     inventory.finish()
     tied_head.compare()
 
@@ -115,14 +119,14 @@ def init_random(model: CausalLM, seed: int) -> None:
     Norm weights are near 1, biases near 0, matrices keep the size of what they multiply.
     """
     for path, param in parameters(model):
-        buffer = _Buffer(param)
+        pending = PendingParameter(param, model.context)
         for part_idx in range(len(param.layout.parts)):
-            shape = param.layout.part_shape(part_idx, _shape(param))
+            shape = param.layout.part_shape(part_idx, shape_of(param))
             rng = np.random.default_rng([seed, part_idx, *path.encode()])
             values = rng.standard_normal(shape, np.float32)
             scale = 0.1 if len(shape) == 1 else shape[1] ** -0.5
-            buffer.place(part_idx, values * scale + float(path.endswith("norm.weight")))
-        put_weight(param, buffer.array, model.context)
+            pending.place(part_idx, values * scale + float(path.endswith("norm.weight")))
+        pending.finish()
 
 
 @dataclass(frozen=True)
@@ -136,7 +140,7 @@ class _Target:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.param.layout.part_shape(self.part_idx, _shape(self.param))
+        return self.param.layout.part_shape(self.part_idx, shape_of(self.param))
 
 
 class _Inventory:
@@ -154,7 +158,7 @@ class _Inventory:
         if target is None:
             if name in self._expected:
                 raise WeightError(f"tensor {name} is in the checkpoint twice")
-            if not any(fnmatch.fnmatchcase(name, pattern) for pattern in self._ignored):
+            if not (self._is_ignored(name) or self._may_be_zero_bias(name)):
                 self._surplus.append(name)
             return None
         if tuple(shape) != target.shape:
@@ -162,6 +166,20 @@ class _Inventory:
                 f"tensor {name} has shape {tuple(shape)}; config.json asks for {target.shape}"
             )
         return target
+
+    def dismiss(self, name: str, tensor: HostTensor) -> None:
+        """Looks at a tensor that nothing claims: a bias the model does not have must be zero."""
+        is_bias = self._may_be_zero_bias(name) and not self._is_ignored(name)
+        if is_bias and np.any(_as_floats(tensor)):
+            self._surplus.append(name)
+
+    def _is_ignored(self, name: str) -> bool:
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in self._ignored)
+
+    def _may_be_zero_bias(self, name: str) -> bool:
+        """Whether it is the bias of a matrix of ours: GPTQ's tools store zeros where none is."""
+        stem, _, kind = name.rpartition(".")
+        return kind == "bias" and f"{stem}.weight" in self._expected
 
     def finish(self) -> None:
         """Raises unless every tensor the model needs has come and no other."""
@@ -174,33 +192,6 @@ class _Inventory:
             raise WeightError("; ".join(problems))
 
 
-@dataclass
-class _Buffer:
-    """A parameter's host array while its parts arrive; padding stays zero."""
-
-    param: nnx.Param
-    array: np.ndarray = field(init=False)
-    placed: set[int] = field(default_factory=set)
-
-    def __post_init__(self) -> None:
-        # XLA:CPU adopts an array aligned to 64 bytes without a copy; `np.zeros` aligns to 16.
-        shape = _shape(self.param)
-        dtype = np.dtype(np.float32) if _is_quantized(self.param) else self.param.dtype
-        size = math.prod(shape) * dtype.itemsize
-        memory = np.zeros(size + 64, np.uint8)
-        start = -memory.ctypes.data % 64
-        self.array = memory[start : start + size].view(dtype).reshape(shape)
-
-    def place(self, part_idx: int, tensor: np.ndarray) -> None:
-        """Copies one part, rounding it to the parameter's dtype."""
-        self.param.layout.place(self.array, part_idx, tensor)
-        self.placed.add(part_idx)
-
-    @property
-    def is_complete(self) -> bool:
-        return len(self.placed) == len(self.param.layout.parts)
-
-
 class _TiedHead:
     """A head tensor in the checkpoint of a model whose head is its embedding.
 
@@ -211,9 +202,9 @@ class _TiedHead:
         self._embedding = model.embedding.weight
         [name] = weight_map["head.weight"].names
         self.name = name if model.config.tie_word_embeddings else None
-        self._head: np.ndarray | None = None
+        self._head: HostTensor | None = None
 
-    def takes(self, name: str, tensor: np.ndarray) -> bool:
+    def takes(self, name: str, tensor: HostTensor) -> bool:
         """Returns whether this is the tied head, and keeps it."""
         if name != self.name:
             return False
@@ -222,10 +213,12 @@ class _TiedHead:
 
     def compare(self) -> None:
         """Warns if there was a head and it is not the embedding."""
-        if self._head is None:
+        if self._head is None or self._embedding.get_metadata().get("fmt") is not None:
             return
-        embedding = np.asarray(self._embedding[...])[: len(self._head)]
-        if not np.array_equal(embedding, self._head.astype(embedding.dtype)):
+        value, head = self._embedding.get_value(), _as_floats(self._head)
+        table = dequantize(value) if isinstance(value, QTensor) else value
+        embedding = np.asarray(table)[: len(head)]
+        if not np.array_equal(embedding, head.astype(embedding.dtype)):
             _logger.warning(
                 "config.json ties the head to the embedding but the checkpoint's %s differs from "
                 "it; the embedding is used, as transformers does",
@@ -233,30 +226,8 @@ class _TiedHead:
             )
 
 
-def put_weight(param: nnx.Param, array: np.ndarray, context: ModelContext) -> None:
-    """Moves a finished host array to the devices that share it, quantized if the weight is."""
-    weight = _quantize(array, param.fmt, context.platform) if _is_quantized(param) else array
-    param.set_value(jax.device_put(weight, shardings_of(param, context)))
-
-
-def shardings_of(param: nnx.Param, context: ModelContext) -> Any:
-    """Returns how a parameter is split: a sharding, or of a quantized one a pytree of them."""
-    return jax.tree.map(lambda spec: context.sharding(*spec), param.spec)
-
-
-@partial(jax.jit, static_argnums=(1, 2))
-def _quantize(array: jax.Array, fmt: QFormat, platform: str) -> QTensor:
-    """Rounds a matrix to its format, laid out for the platform; in one program, for memory."""
-    return prepare(quantize(array, fmt), platform)
-
-
-def _is_quantized(param: nnx.Param) -> bool:
-    return isinstance(param.get_value(), QTensor)
-
-
-def _shape(param: nnx.Param) -> tuple[int, ...]:
-    """Returns the shape of a parameter as a checkpoint would see it: quantized or not."""
-    return param.get_value().shape
+def _as_floats(tensor: HostTensor) -> np.ndarray:
+    return tensor.dequantize() if isinstance(tensor, QuantizedArray) else tensor
 
 
 def parameters(model: CausalLM) -> Iterator[tuple[str, nnx.Param]]:

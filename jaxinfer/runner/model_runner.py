@@ -16,6 +16,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.stages import Compiled, Lowered
 
+from jaxinfer.runner import host_memory
 from jaxinfer.runner.buckets import Ladders, make_ladders
 from jaxinfer.runner.compile_watch import CompileWatch
 from jaxinfer.runner.inputs import StepBuffer, logit_rows
@@ -30,7 +31,10 @@ from kernels.paged_attention import kv_partition
 
 logger = logging.getLogger(__name__)
 
-_COMPILE_THREADS = 2
+COMPILE_THREADS = {"cpu": 1, "gpu": 2, "tpu": 2}
+"""Programs compiled at once. On a CPU each takes up to 300 MB of the memory that the model needs,
+half of which is free again afterwards, and XLA uses all cores for one.
+"""
 
 LOGIT_BLOCK = {"cpu": 8, "gpu": 16, "tpu": 16}
 """Rows the head is computed for at once in a ragged step; on CPU its time grows with the rows.
@@ -137,7 +141,7 @@ class ModelRunner:
             .compile()
         )
         # Tracing holds the interpreter, compiling and running do not: they overlap.
-        with ThreadPoolExecutor(_COMPILE_THREADS) as pool:
+        with ThreadPoolExecutor(COMPILE_THREADS[self.platform]) as pool:
             built = []
             # The longest first, so that nothing long is left for the end.
             for kind, rung, layout, body in reversed(self._program_table()):
@@ -169,6 +173,7 @@ class ModelRunner:
 
     def _build(self, key: tuple[str, int], lowered: Lowered, run: bool) -> None:
         self._executables[key] = lowered.compile()
+        host_memory.trim()
         if run:
             self.run_empty(*key)
 

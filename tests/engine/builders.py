@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine import Engine
+from jaxinfer.model_loading import make_mesh
 from jaxinfer.models import load_model_module
 from jaxinfer.nn.context import ModelContext
 from jaxinfer.outputs import RequestOutput
@@ -18,7 +19,7 @@ from jaxinfer.runner.loader import init_random, make_abstract_model
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.scheduler.page_tables import GroupSpec, PageTables
 from jaxinfer.scheduler.scheduler import Scheduler, SchedulerLimits
-from jaxinfer.startup import assemble_engine, make_mesh
+from jaxinfer.startup import assemble_engine
 from jaxinfer.testing import byte_tokenizer
 
 VOCAB_SIZE = 258

@@ -1,0 +1,228 @@
+"""From the host tensors of one parameter to its value on the devices: assembled, then placed."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+from flax import nnx
+
+from jaxinfer.nn.context import ModelContext
+from jaxinfer.nn.matrix import MixedMatrix, specs_of
+from jaxinfer.nn.weights import RowLayout
+from jaxinfer.quantization import quantize_on_host
+from jaxinfer.quantized_array import NIBBLE_CHUNK, QuantizedArray
+from kernels.quantized_matmul import LAYOUTS, QFormat, QTensor, prepare, quantize
+
+HostTensor: TypeAlias = np.ndarray | QuantizedArray
+
+
+class PendingParameter:
+    """A parameter while its checkpoint tensors arrive, in any order.
+
+    Float tensors are copied to where they belong at once; quantized ones wait for the others,
+    because neighbours of one format become one matrix.
+    """
+
+    def __init__(self, param: nnx.Param, context: ModelContext) -> None:
+        self.param = param
+        self._context = context
+        self._layout: RowLayout = param.layout
+        self._floats: np.ndarray | None = None
+        self._quantized: dict[int, QuantizedArray] = {}
+        self._placed: set[int] = set()
+
+    def place(self, part_idx: int, tensor: HostTensor) -> None:
+        """Takes one part, rounding a float one to the parameter's dtype."""
+        self._placed.add(part_idx)
+        if isinstance(tensor, QuantizedArray):
+            if self._context.keeps_quantized and self.param.get_metadata().get("fmt") is None:
+                self._quantized[part_idx] = tensor
+                return
+            tensor = tensor.dequantize()
+        if self._floats is None:
+            rounds = isinstance(self.param.get_value(), QTensor | MixedMatrix)
+            dtype = np.dtype(np.float32) if rounds else self.param.dtype
+            self._floats = aligned_zeros(shape_of(self.param), dtype)
+        self._layout.place(self._floats, part_idx, tensor)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every part has come."""
+        return len(self._placed) == len(self._layout.parts)
+
+    def finish(self) -> None:
+        """Gives the parameter its value.
+
+        Raises:
+          ValueError: quantized columns cannot be padded or split as the mesh asks.
+        """
+        put_weight(self.param, self._assemble(), self._context)
+
+    def _assemble(self) -> Any:
+        """Returns the array, the QTensor or the MixedMatrix that the parts make."""
+        if not self._quantized:
+            return self._floats
+        pieces, rows, first = [], [], 0
+        formats = [_format_of(self._quantized.get(i)) for i in range(len(self._layout.parts))]
+        while first < len(formats):
+            stop = first + 1
+            while stop < len(formats) and formats[stop] == formats[first]:
+                stop += 1
+            pieces.append(self._piece(first, stop))
+            slots = sum(part.slots for part in self._layout.parts[first:stop])
+            rows.append(slots * self._layout.slot_rows)
+            first = stop
+        return pieces[0] if len(pieces) == 1 else MixedMatrix(tuple(pieces), tuple(rows))
+
+    def _piece(self, first: int, stop: int) -> Any:
+        """Returns one matrix of the parts `first` to `stop - 1`, which have one format."""
+        layout = self._layout.run(first, stop)
+        columns = shape_of(self.param)[1]
+        if first not in self._quantized:
+            assert self._floats is not None
+            slots = [sum(part.slots for part in self._layout.parts[:i]) for i in (first, stop)]
+            view = self._floats.reshape(layout.blocks, -1, layout.slot_rows, columns)
+            return view[:, slots[0] : slots[1]].reshape(-1, columns)
+        parts = [self._quantized.pop(i) for i in range(first, stop)]
+        return _join(parts, layout, columns)
+
+
+def put_weight(param: nnx.Param, value: Any, context: ModelContext) -> None:
+    """Moves a finished host value to the devices that share it, quantized if the parameter says.
+
+    Raises:
+      ValueError: the columns of a quantized matrix cannot be split as the mesh asks.
+    """
+    fmt = param.get_metadata().get("fmt")
+    if fmt is not None:
+        # On a CPU in blocks: the whole of a large vocabulary would need gigabytes of temporaries.
+        on_host = context.platform == "cpu"
+        value = quantize_on_host(value, fmt) if on_host else _quantize(value, fmt, context.platform)
+    elif isinstance(value, QTensor | MixedMatrix):
+        if param.split == "row":
+            _check_row_split(value, context.tensor_parallel)
+        value = _prepared(value, context.platform)
+    param.set_value(jax.device_put(value, _shardings(value, param.split, context)))
+
+
+def shardings_of(param: nnx.Param, context: ModelContext) -> Any:
+    """Returns how a parameter is split: a sharding, or of a quantized one a pytree of them."""
+    return _shardings(param.get_value(), param.split, context)
+
+
+def shape_of(param: nnx.Param) -> tuple[int, ...]:
+    """Returns the shape of a parameter as a checkpoint would see it: quantized or not."""
+    return param.get_value().shape
+
+
+def aligned_zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Returns zeros that XLA:CPU adopts without a copy: aligned to 64 bytes, `np.zeros` to 16."""
+    size = math.prod(shape) * dtype.itemsize
+    memory = np.zeros(size + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    return memory[start : start + size].view(dtype).reshape(shape)
+
+
+def _shardings(value: Any, split: Any, context: ModelContext) -> Any:
+    return jax.tree.map(lambda spec: context.sharding(*spec), specs_of(value, split))
+
+
+@partial(jax.jit, static_argnums=(1, 2))
+def _quantize(array: jax.Array, fmt: QFormat, platform: str) -> QTensor:
+    """Rounds a matrix to its format, laid out for the platform; in one program, for memory."""
+    return prepare(quantize(array, fmt), platform)
+
+
+def _prepared(value: Any, platform: str) -> Any:
+    """Lays codes out for the platform: on CPU readers have done so already."""
+    if isinstance(value, MixedMatrix):
+        return dataclasses.replace(
+            value, pieces=tuple(_prepared(piece, platform) for piece in value.pieces)
+        )
+    if not isinstance(value, QTensor) or platform == "cpu":
+        return value
+    return _prepare(value, platform)
+
+
+_prepare: Callable[[QTensor, str], QTensor] = jax.jit(prepare, static_argnums=1)
+
+
+def _format_of(part: QuantizedArray | None) -> object:
+    """Returns what parts must share to become one matrix; None for a float one."""
+    if part is None:
+        return None
+    return (
+        part.code,
+        part.group_size,
+        part.activations,
+        part.scale.dtype,
+        None if part.offset is None else part.offset.dtype,
+        None if part.codebook is None else part.codebook.tobytes(),
+        None if part.perm is None else part.perm.tobytes(),
+    )
+
+
+def _join(parts: list[QuantizedArray], layout: RowLayout, columns: int) -> QTensor:
+    """Returns the matrix `[layout.num_rows, columns]` of parts of one format, padded with zeros.
+
+    Raises:
+      ValueError: padding would have to cut a group.
+    """
+    model = parts[0]
+    own_columns = model.shape[1]
+    group_size = model.group_size
+    if group_size == own_columns:
+        group_size = columns
+    if columns % group_size or (columns != own_columns and model.perm is not None):
+        raise ValueError(
+            f"a matrix with {own_columns} columns in groups of {model.group_size} cannot be padded "
+            f"to the {columns} that the tensor-parallel split asks for; use fewer devices"
+        )
+
+    def placed(name: str) -> np.ndarray | None:
+        leaf = getattr(model, name)
+        if leaf is None:
+            return None
+        of_row = columns // group_size if name != "qvalue" else columns // (1 + model.is_4bit)
+        shape = (layout.num_rows, of_row)
+        if len(parts) == 1 and leaf.shape == shape:
+            return leaf  # nothing is fused, repeated or padded: a vocabulary is not held twice
+        buffer = aligned_zeros(shape, leaf.dtype)
+        for part_idx, part in enumerate(parts):
+            layout.place(buffer, part_idx, getattr(part, name))
+        return buffer
+
+    return QTensor(
+        placed("qvalue"),
+        placed("scale"),
+        placed("offset"),
+        model.codebook,
+        model.perm,
+        code=model.code,
+        group_size=group_size,
+        activations=model.activations,
+        layout=LAYOUTS["cpu"],
+    )
+
+
+def _check_row_split(value: Any, devices: int) -> None:
+    """Refuses to split the columns of a matrix where a device would get part of a group."""
+    for piece in value.pieces if isinstance(value, MixedMatrix) else (value,):
+        if devices == 1 or not isinstance(piece, QTensor):
+            continue
+        columns, group_size = piece.shape[1], piece.group_size
+        whole = NIBBLE_CHUNK if piece.is_4bit else 1
+        if group_size != columns:
+            whole = max(whole, group_size)
+        if piece.perm is not None or columns % (devices * whole):
+            raise ValueError(
+                f"a quantized matrix with {columns} columns "
+                + ("in act-order " if piece.perm is not None else f"in groups of {group_size} ")
+                + f"cannot be split over {devices} devices; use fewer"
+            )
