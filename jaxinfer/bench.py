@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
-import resource
-import sys
 import time
-from importlib.metadata import version
-from pathlib import Path
+from dataclasses import replace
 
 from jaxinfer.async_engine import AsyncEngine
 from jaxinfer.config import EngineConfig
+from jaxinfer.machine import peak_rss_bytes, versions
 from jaxinfer.request import EngineRequest
 from jaxinfer.sampling_params import SamplingParams
 
@@ -24,8 +21,7 @@ REPEATS = 3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the flags of `jaxinfer bench`."""
-    parser.add_argument("--model", "-m", help="hub id, directory or .gguf file")
+    """Declares the flags of `jaxinfer bench` beside those of the engine."""
     parser.add_argument(
         "--concurrency",
         type=_levels,
@@ -40,33 +36,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         help_text = f"{about} (default: {default})"
         parser.add_argument(flag, type=_positive, default=default, metavar="N", help=help_text)
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--kv-cache-dtype", default="auto")
-    parser.add_argument("--decode-steps", type=int, default=1)
-    parser.add_argument("--pipeline-depth", type=int, choices=(0, 1))
-    parser.add_argument("--tensor-parallel", type=int, default=1)
-    parser.add_argument("--num-threads", type=int, help="CPU threads of XLA")
-    parser.add_argument("--exact", action="store_true")
     parser.add_argument("--json", action="store_true", help="print only the JSON line")
 
 
-def engine_config(args: argparse.Namespace) -> EngineConfig:
-    """Returns how to load the model: just large enough for what is measured.
-
-    Raises:
-      ConfigError: a flag's value cannot be used.
-    """
-    return EngineConfig(
-        model=args.model,
-        dtype=args.dtype,
-        kv_cache_dtype=args.kv_cache_dtype,
-        decode_steps=args.decode_steps,
-        pipeline_depth=args.pipeline_depth,
-        tensor_parallel=args.tensor_parallel,
-        num_threads=args.num_threads,
-        exact=args.exact,
+def engine_config(config: EngineConfig, args: argparse.Namespace) -> EngineConfig:
+    """Returns how to load the model: as asked, and just large enough for what is measured."""
+    lengths = max(args.prompt_len + args.gen_len, args.prefill_len + 1)
+    return replace(
+        config,
         max_num_seqs=max(args.concurrency),
-        max_model_len=max(args.prompt_len + args.gen_len, args.prefill_len + 1),
+        max_model_len=lengths if config.max_model_len is None else config.max_model_len,
         max_queued_requests=1,
     )
 
@@ -93,14 +72,11 @@ def run(config: EngineConfig, args: argparse.Namespace) -> int:
         "gen": generation,
         "prefill": round(prefill, 1),
         "ttft_ms": round(ttft * 1e3, 1),
-        "rss_mb": round(_peak_rss_bytes() / 1e6),
+        "rss_mb": round(peak_rss_bytes() / 1e6),
         "load_s": round(load_s, 1),
         "compiles_after_warmup": stats.num_compilations_after_warmup,
         "device": engine.loaded.device_kind,
-        "versions": {
-            "python": platform.python_version(),
-            **{name: version(name) for name in ("jax", "jaxlib", "flax")},
-        },
+        "versions": versions(),
     }
     engine.close()
     print(json.dumps(result))
@@ -140,16 +116,6 @@ def _positive(text: str) -> int:
 
 def _levels(text: str) -> list[int]:
     return [_positive(level) for level in text.split(",")]
-
-
-def _peak_rss_bytes() -> int:
-    status = Path("/proc/self/status")
-    if status.exists():
-        # Unlike getrusage, this does not count what the parent held when it forked.
-        [line] = (line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
-        return int(line.split()[1]) * 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def _say(args: argparse.Namespace, line: str) -> None:

@@ -21,10 +21,10 @@ from jaxinfer.config import (
     EngineConfig,
     ServerConfig,
     Setting,
-    load_toml,
     override,
     settings_of,
 )
+from jaxinfer.config_file import load_toml
 
 EXIT_OK = 0
 EXIT_FAILURE = 1
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ImportError as error:
         print(f"jaxinfer: {error}", file=sys.stderr)
         return EXIT_FAILURE
-    args = _parser(is_bench=words[:1] == ["bench"]).parse_args(words)
+    args = _parser(words[:1]).parse_args(words)
     try:
         return args.run(args)
     except ConfigError as error:
@@ -140,7 +140,8 @@ class _ConfigOrTemplate(argparse.Action):
         setattr(namespace, target, values)
 
 
-def _parser(is_bench: bool) -> argparse.ArgumentParser:
+def _parser(command: list[str]) -> argparse.ArgumentParser:
+    """Returns the parser; what imports jax adds its flags only when it is called."""
     parser = argparse.ArgumentParser(
         prog="jaxinfer",
         description="LLM inference on TPU, GPU and CPU.",
@@ -169,10 +170,28 @@ def _parser(is_bench: bool) -> argparse.ArgumentParser:
     add_settings(serve, ServerConfig)
 
     bench = _add_command(commands, "bench", "measure throughput and latency", _bench)
-    if is_bench:
+    if command == ["bench"]:
         from jaxinfer import bench as bench_module
 
         bench_module.add_arguments(bench)
+        add_settings(bench, EngineConfig)
+    evaluate = _add_command(commands, "eval", "judge a model on a text", _eval)
+    if command == ["eval"]:
+        from jaxinfer import eval_cli
+
+        for measure in eval_cli.add_measures(evaluate):
+            add_settings(measure, EngineConfig)
+    convert = _add_command(commands, "convert", "write a model as safetensors, quantized", _convert)
+    if command == ["convert"]:
+        from jaxinfer import convert as convert_module
+
+        convert_module.add_arguments(convert)
+    plan = _add_command(commands, "plan", "say what a model would take, loading nothing", _plan)
+    if command == ["plan"]:
+        from jaxinfer import plan_cli
+
+        plan_cli.add_arguments(plan)
+        add_settings(plan, EngineConfig)
     _add_command(commands, "doctor", "print versions, devices and caches", _doctor)
     return parser
 
@@ -196,9 +215,33 @@ def _serve(args: argparse.Namespace) -> int:
 def _bench(args: argparse.Namespace) -> int:
     from jaxinfer import bench
 
-    config = bench.engine_config(args)
+    engine, _ = configs_from(args)
+    config = bench.engine_config(engine, args)
     prepare_process(config)
     return bench.run(config, args)
+
+
+def _eval(args: argparse.Namespace) -> int:
+    from jaxinfer import eval_cli
+
+    config, _ = configs_from(args)
+    prepare_process(config, "warning" if args.json else "info")
+    return eval_cli.run(config, args)
+
+
+def _convert(args: argparse.Namespace) -> int:
+    from jaxinfer import convert
+
+    prepare_process(EngineConfig())
+    return convert.run(args)
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from jaxinfer import plan_cli
+
+    config, _ = configs_from(args)
+    prepare_process(config, "warning" if args.json else "info")
+    return plan_cli.run(config, args)
 
 
 def _doctor(args: argparse.Namespace) -> int:

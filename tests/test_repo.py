@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxinfer.config import load_toml
+from jaxinfer.config_file import load_toml
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -74,7 +74,7 @@ def test_the_readme_has_the_two_commands():
     assert "pip install -e . && python serve.py" in lines
     # .ci/run takes the test command from the README with the same pattern.
     assert [line for line in lines if re.search(r"\[test\].*pytest", line)] == [
-        "pip install -e '.[test]' && pytest"
+        "pip install -e '.[test]' && pytest -n auto"
     ]
 
 

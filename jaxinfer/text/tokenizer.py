@@ -140,6 +140,10 @@ class Tokenizer:
         """Returns the id of a token as the vocabulary spells it, or None."""
         return self._backend.token_to_id(token)
 
+    def to_json(self) -> str:
+        """Returns the encoder as a `tokenizer.json`."""
+        return self._backend.to_str(pretty=False)
+
 
 def load_tokenizer(source: Path | Mapping[str, Any]) -> Tokenizer:
     """Loads a tokenizer from a Hugging Face directory, or from the metadata of a GGUF file.
