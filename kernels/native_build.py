@@ -28,9 +28,9 @@ if "setuptools" in sys.modules:
 
     _BuildExt, _CompileError = build_ext.build_ext, errors.CompileError
 
-FOLDER = Path(__file__).parent / "quantized_matmul"
+MATMUL_FOLDER = Path(__file__).parent / "quantized_matmul"
 ATTENTION_FOLDER = Path(__file__).parent / "paged_attention"
-LIBRARY = FOLDER / "cpu_native.so"
+LIBRARY = Path(__file__).with_name("native_kernels.so")
 """Beside the module that loads it, under the same name on every platform."""
 
 COMPILERS = ("c++", "g++", "clang++")
@@ -83,11 +83,12 @@ def compile_units(
     """Compiles the loops for every instruction set, and maybe the handlers, to object files."""
     commands = {}
     if handlers:
-        commands[scratch / "cpu.o"] = [str(FOLDER / "cpu.cc")]
+        commands[scratch / "cpu.o"] = [str(MATMUL_FOLDER / "cpu.cc")]
         commands[scratch / "attention.o"] = [str(ATTENTION_FOLDER / "cpu.cc")]
     for name in instruction_sets():
         define = f"-DMULTIPLY_ROWS=multiply_rows_{name}"
-        commands[scratch / f"{name}.o"] = [str(FOLDER / "cpu_rows.cc"), define, *_ROWS_FLAGS[name]]
+        rows = [str(MATMUL_FOLDER / "cpu_rows.cc"), define, *_ROWS_FLAGS[name]]
+        commands[scratch / f"{name}.o"] = rows
         define = f"-DLOOPS=attention_loops_{name}"
         loops = [str(ATTENTION_FOLDER / "cpu_rows.cc"), define, *_ROWS_FLAGS[name]]
         commands[scratch / f"attention_{name}.o"] = loops

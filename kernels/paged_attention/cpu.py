@@ -6,9 +6,7 @@ kernels. Without it, or on heads that are not a multiple of 8, this refuses.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import jax
@@ -17,11 +15,10 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float, Int
 
-from kernels.native_build import LIBRARY
+from kernels import native
 from kernels.paged_attention.cache import KVCache, KVStruct, QuantizedKV, kv_dims, values_of
 from kernels.paged_attention.metadata import AttentionMetadata
 from kernels.paged_attention.tpu_layout import WordsKV
-from kernels.quantized_matmul import cpu as native
 
 __all__ = ["attend", "is_available", "supports", "unavailable", "write"]
 
@@ -34,20 +31,9 @@ def is_available() -> bool:
     return unavailable() is None
 
 
-@cache
 def unavailable() -> str | None:
-    """Registers the handlers and returns why they cannot be used, or None."""
-    if reason := native.unavailable():
-        return reason
-    try:
-        library = ctypes.CDLL(str(LIBRARY))
-        for suffix in ("", *(f"_{name}" for name in native.runnable_instruction_sets())):
-            for target in (_ATTEND + suffix, _WRITE + suffix):
-                capsule = jax.ffi.pycapsule(getattr(library, target))
-                jax.ffi.register_ffi_target(target, capsule, platform="cpu")
-    except AttributeError as error:
-        return f"the C++ library is older: {error}. Run `python -m kernels.native_build`"
-    return None
+    """Returns why the library cannot be used, or None."""
+    return native.unavailable(_ATTEND, _WRITE)
 
 
 def supports(q: Array | jax.ShapeDtypeStruct, kv: KVCache | KVStruct) -> None:

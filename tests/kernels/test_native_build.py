@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from kernels import native_build
+from kernels import native, native_build
 
 HERE = Path(__file__).parent
 SANITIZERS = {
@@ -65,7 +64,7 @@ def test_random_calls_pass_sanitizers(tmp_path, sanitizer):
     units = native_build.compile_units(compiler, tmp_path, flags, handlers=False)
     for name in ("native_sanitize", "native_sanitize_attention"):
         driver = tmp_path / name
-        source = [str(HERE / f"{name}.cc"), "-I", str(native_build.FOLDER), "-std=c++17"]
+        source = [str(HERE / f"{name}.cc"), "-I", str(native_build.MATMUL_FOLDER), "-std=c++17"]
         warnings = ["-Wall", "-Wextra", "-Werror", "-pthread"]
         command = [*compiler, *flags, *warnings, *source, *map(str, units), "-o", str(driver)]
         subprocess.run(command, check=True)
@@ -79,11 +78,9 @@ def test_random_calls_pass_sanitizers(tmp_path, sanitizer):
 
 def _runnable_sets() -> tuple[str, ...]:
     """Those of this machine as far as the library, if it is built, can tell."""
-    from kernels.quantized_matmul import cpu
+    is_built = native.unavailable() is None
+    return native.runnable_instruction_sets() if is_built else ("portable",)
 
-    return cpu.runnable_instruction_sets() if cpu.is_available() else ("portable",)
 
-
-def test_the_library_is_beside_its_module():
-    assert native_build.LIBRARY.parent == native_build.FOLDER
-    assert {"cpu.cc", "cpu.py"} <= set(os.listdir(native_build.FOLDER))
+def test_the_library_is_beside_the_module_that_loads_it():
+    assert native_build.LIBRARY.parent == Path(native.__file__).parent

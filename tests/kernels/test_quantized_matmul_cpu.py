@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import quantized_matmul_checks as checks
 
-from kernels import quantized_matmul
+from kernels import native, quantized_matmul
 from kernels.quantized_matmul import LAYOUTS, QFormat, QTensor, cpu
 from kernels.quantized_matmul.format import NF4
 from kernels.quantized_matmul.specs import SPECS, make_inputs
@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.usefixtures("quick_compilation"),
 ]
 
-SETS = cpu.runnable_instruction_sets() if cpu.is_available() else ()
+SETS = native.runnable_instruction_sets() if cpu.is_available() else ()
 
 # Between them every decoder, group size and type of scale.
 FORMATS = {
@@ -235,17 +235,18 @@ def test_an_instruction_set_that_is_not_there_is_refused(monkeypatch):
 
 def test_a_library_that_cannot_be_used_says_why(monkeypatch, tmp_path):
     x, w = random_x(1, 64), random_weight(FORMATS["int8"], 8, 64)
-    unavailable = cpu.unavailable.__wrapped__
+    unavailable = native.unavailable.__wrapped__
     with monkeypatch.context() as patch:
-        patch.setattr(cpu, "ffi_version", lambda: 0)
+        patch.setattr(native, "ffi_version", lambda: 0)
         assert "built for version 0." in unavailable()
+    assert "does not fit" in unavailable("a_handler_of_another_version")
     for content, reason in [(None, "is not built"), (b"no library", "does not fit")]:
         path = Path(tmp_path) / f"{reason}.so"
         if content:
             path.write_bytes(content)
         with monkeypatch.context() as patch:
-            patch.setattr(cpu, "LIBRARY", path)
-            patch.setattr(cpu, "unavailable", unavailable)
+            patch.setattr(native, "LIBRARY", path)
+            patch.setattr(native, "unavailable", unavailable)
             with pytest.raises(NotImplementedError, match=f"{reason}.*kernels.native_build"):
                 cpu.supports(x, w)
             assert quantized_matmul.choose(x, w, platform="cpu").name == "xla"
