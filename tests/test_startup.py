@@ -258,7 +258,7 @@ def test_a_context_beyond_the_model_is_refused_naming_both():
 def test_implementations_by_name():
     table = paged_attention.IMPLEMENTATIONS
     model_loading._check_implementation("attention", "reference", table, "cpu")
-    with pytest.raises(ConfigError, match="'flash' is not available on cpu; choose one of xla"):
+    with pytest.raises(ConfigError, match="'flash' is not available on cpu; choose one of cpu, xla"):
         model_loading._check_implementation("attention", "flash", table, "cpu")
     with pytest.raises(ConfigError, match="'metal'"):
         model_loading._check_implementation("attention", None, table, "metal")
