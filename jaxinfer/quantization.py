@@ -53,9 +53,10 @@ def _scheme(linear: QFormat, tier_above: QFormat | None = None) -> QuantScheme:
 
 SCHEMES: Mapping[str, QuantScheme] = MappingProxyType(
     {
-        "int8": _scheme(FORMATS["int8"]),
-        "int4": _scheme(FORMATS["int4"], FORMATS["int8"]),
-        "nf4": _scheme(FORMATS["nf4"], FORMATS["int8"]),
+        # A scale a row would cost 0.0027 nats per token on SmolLM2-135M, these cost 0.0014.
+        "int8": _scheme(FORMATS["int8-g128"]),
+        "int4": _scheme(FORMATS["int4"], FORMATS["int8-g128"]),
+        "nf4": _scheme(FORMATS["nf4"], FORMATS["int8-g128"]),
         "fp8": _scheme(FORMATS["fp8"]),
         "w8a8": _scheme(FORMATS["w8a8"]),
         "Q8_0": _scheme(_GGML_8),

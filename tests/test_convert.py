@@ -303,8 +303,8 @@ class TestRefusals:
 
     def test_a_width_that_does_not_fit_leaves_nothing_behind(self, tmp_path):
         write_model(tmp_path / "odd", CONFIG | {"intermediate_size": 250})
-        for name, words in (("int4", "down_proj.* 250 "), ("int8", "down_proj.* 250 .*words")):
-            with pytest.raises(ValueError, match=words):
+        for name in ("int4", "int8"):
+            with pytest.raises(ValueError, match=r"down_proj.* 250 "):
                 converted(tmp_path / "odd", tmp_path / "out", name)
         write_model(tmp_path / "narrow", CONFIG | {"intermediate_size": 224})
         with pytest.raises(ValueError, match="blocks of 32"):

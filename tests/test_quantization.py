@@ -74,8 +74,8 @@ class TestFormats:
     def test_by_name(self):
         scheme = SCHEMES["int4"]
         assert tensor_format(LAYER, (64, 128), scheme) == scheme.linear
-        assert tensor_format("lm_head.weight", (96, 64), scheme) == scheme.head
-        assert tensor_format("model.embed_tokens.weight", (96, 64), scheme) == scheme.embedding
+        assert tensor_format("lm_head.weight", (96, 128), scheme) == scheme.head
+        assert tensor_format("model.embed_tokens.weight", (96, 128), scheme) == scheme.embedding
         for name, shape in {
             "model.norm.weight": (64,),
             "model.layers.0.self_attn.q_proj.bias": (64,),
@@ -183,4 +183,4 @@ class TestAuto:
 def test_candidates_are_the_widest_first():
     assert AUTO_CANDIDATES == (None, "int8", "int4")
     assert set(AUTO_CANDIDATES[1:]) <= set(SCHEMES)
-    assert FORMATS["int8"] == SCHEMES["int8"].linear
+    assert FORMATS["int8-g128"] == SCHEMES["int8"].linear
