@@ -25,13 +25,13 @@ from jaxinfer.runner.model_runner import LOGIT_BLOCK
 LOGIT_COPIES = 5
 """Float32 copies of a block of logits that sampling holds at once."""
 
-CPU_LAYER_PROGRAM_BYTES = {"decode": 2_500_000, "ragged": 4_500_000}
-CPU_PROGRAM_BYTES = 20_000_000
+CPU_LAYER_PROGRAM_BYTES = {"decode": 800_000, "ragged": 900_000}
+CPU_PROGRAM_BYTES = 3_000_000
 """Host memory of one loaded XLA:CPU program, for each layer and besides: it keeps its HLO twice.
 
-jaxlib 0.10.2 holds 4.4 kB per HLO instruction; SmolLM2's 30 layers make 16,865 in a decode program
-(78 MB) and 31,055 in a ragged one (132 MB). While one is loaded from the cache it takes as much
-again.
+jaxlib 0.10.2 holds 4.4 kB per HLO instruction; SmolLM2's 30 layers make 6,571 in a decode program
+and 7,169 in a ragged one, with the C++ kernels. While one is loaded from the cache it takes as much
+again, while one is compiled about 100 MB more.
 """
 
 _MIN_PAGES = 2
