@@ -20,12 +20,13 @@ from tiny_engine import CONTEXT, MAX_NUM_SEQS, VOCAB_SIZE, shared, tiny_model
 import jaxinfer
 from jaxinfer import _kernels_package, cli, model_loading, pool_size, startup
 from jaxinfer._kernels_package import check_kernels_package
+from jaxinfer.checkpoint.checkpoint import TensorInfo
 from jaxinfer.config import ConfigError, EngineConfig
 from jaxinfer.runner import kv_cache
 from jaxinfer.runner.compile_watch import CompileWatch
 from jaxinfer.startup import assemble_engine
 from jaxinfer.testing import byte_tokenizer
-from kernels import paged_attention
+from kernels import native, paged_attention
 
 ROOT = Path(__file__).parents[1]
 FAST_S = 10
@@ -258,7 +259,7 @@ def test_a_context_beyond_the_model_is_refused_naming_both():
 def test_implementations_by_name():
     table = paged_attention.IMPLEMENTATIONS
     model_loading._check_implementation("attention", "reference", table, "cpu")
-    with pytest.raises(ConfigError, match="'flash' is not available on cpu; choose one of cpu, xla"):
+    with pytest.raises(ConfigError, match="'flash' is not available on cpu; choose one of cpu"):
         model_loading._check_implementation("attention", "flash", table, "cpu")
     with pytest.raises(ConfigError, match="'metal'"):
         model_loading._check_implementation("attention", None, table, "metal")
@@ -346,3 +347,16 @@ def test_the_package_is_found_where_it_is_copied(tmp_path):
     )
     assert (result.returncode, result.stdout) == (1, "")
     assert "pip uninstall kernels" in result.stderr
+
+
+def test_without_the_native_kernel_quantized_weights_become_float32(monkeypatch, caplog):
+    info = TensorInfo("model.layers.0.mlp.up_proj.weight", (1000, 512), "Q4_1", 1, 320_000, 32)
+    mesh = model_loading.make_mesh(1)
+    kept = model_loading._context(EngineConfig(), mesh, None, (info,))
+    reason = "the C++ library is not built"
+    monkeypatch.setattr(model_loading.native_matmul, "is_available", lambda: False)
+    monkeypatch.setattr(model_loading.native_matmul, "unavailable", lambda: reason)
+    floats = model_loading._context(EngineConfig(), mesh, None, (info,))
+    assert (kept.keeps_quantized, floats.keeps_quantized) == (native.LIBRARY.is_file(), False)
+    assert floats.weight_dtype == "float32"
+    assert f"{reason}: the quantized weights become float32, which costs 2 MB more" in caplog.text
