@@ -11,7 +11,6 @@ import os
 import platform
 import sys
 from collections.abc import Sequence
-from importlib import metadata
 from typing import Any
 
 from jaxinfer import cpu
@@ -25,6 +24,7 @@ from jaxinfer.config import (
     settings_of,
 )
 from jaxinfer.config_file import load_toml
+from jaxinfer.machine import version_of
 
 EXIT_OK = 0
 EXIT_FAILURE = 1
@@ -147,7 +147,7 @@ def _parser(command: list[str]) -> argparse.ArgumentParser:
         description="LLM inference on TPU, GPU and CPU.",
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action="version", version=f"jaxinfer {_version('jaxinfer')}")
+    parser.add_argument("--version", action="version", version=f"jaxinfer {version_of('jaxinfer')}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     serve = _add_command(commands, "serve", "serve a model over OpenAI's HTTP API", _serve)
@@ -249,7 +249,7 @@ def _doctor(args: argparse.Namespace) -> int:
 
     print(f"{'python':<12}{platform.python_version()} on {platform.platform()}")
     for name in _DISTRIBUTIONS:
-        print(f"{name:<12}{_version(name)}")
+        print(f"{name:<12}{version_of(name)}")
     print(f"{'cpu':<12}{os.cpu_count()} cores, {_cpu_features()}")
     cache = cache_directory()
     print(f"{'models':<12}{cache}{'' if cache.exists() else ' (not there yet)'}")
@@ -267,13 +267,6 @@ def _doctor(args: argparse.Namespace) -> int:
         print("JAX_PLATFORMS=cpu to run on the CPU")
         return EXIT_FAILURE
     return EXIT_OK
-
-
-def _version(distribution: str) -> str:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def _cpu_features() -> str:

@@ -12,10 +12,11 @@ from pathlib import Path
 def versions() -> dict[str, str]:
     """Returns the versions that numbers and numerics depend on."""
     names = ("jaxinfer", "jax", "jaxlib", "flax")
-    return {"python": platform.python_version(), **{name: _version(name) for name in names}}
+    return {"python": platform.python_version(), **{name: version_of(name) for name in names}}
 
 
-def _version(distribution: str) -> str:
+def version_of(distribution: str) -> str:
+    """Returns the version of an installed distribution, or that it is not."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:

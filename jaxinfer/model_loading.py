@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -80,12 +80,10 @@ def _context(
 ) -> ModelContext:
     """Decides dtypes, and whether the checkpoint's quantized matrices can stay as they are."""
     platform = mesh.devices.flat[0].platform
-    dtype, weight_dtype = dtypes(config, platform)
+    dtype, weight_dtype = dtypes(config, platform, infos)
     stored = [info for info in infos if info.loaded_bytes is not None]
-    keeps_quantized = platform != "cpu" or native_matmul.is_available()
+    keeps_quantized = can_keep_quantized(platform)
     if stored and scheme is None and not keeps_quantized:
-        if config.dtype == "auto":
-            weight_dtype = np.dtype(np.float32)  # nothing is rounded a second time
         kept = sum(info.loaded_bytes or 0 for info in stored)
         floats = sum(np.prod(info.shape) * weight_dtype.itemsize for info in stored)
         logger.warning(
@@ -118,8 +116,17 @@ def _stored_group_size(stored: Sequence[TensorInfo], mesh: Mesh) -> int:
     return max(GROUP_SIZES) if platform == "tpu" else max([1, *filter(None, sizes)])
 
 
-def dtypes(config: EngineConfig, platform: str) -> tuple[np.dtype, np.dtype]:
+def can_keep_quantized(platform: str) -> bool:
+    """Whether something multiplies by codes there: on CPUs only the C++ kernel does."""
+    return platform != "cpu" or native_matmul.is_available()
+
+
+def dtypes(
+    config: EngineConfig, platform: str, infos: Iterable[TensorInfo]
+) -> tuple[np.dtype, np.dtype]:
     """Dtypes of activations and of weights; they differ only where "auto" chooses on a CPU.
+
+    Codes of a checkpoint that cannot stay codes become float32: nothing is rounded a second time.
 
     XLA:CPU multiplies bfloat16 matrices 5 to 9 times faster than float32 where the CPU has the
     instructions, and 10 times slower where it has not; everything else it does best in float32.
@@ -132,6 +139,10 @@ def dtypes(config: EngineConfig, platform: str) -> tuple[np.dtype, np.dtype]:
         return dtype, dtype
     if platform != "cpu":
         return bfloat16, bfloat16
+    is_kept = config.quant is None or config.quant.lower() == AUTO
+    holds_codes = any(info.loaded_bytes is not None for info in infos)
+    if is_kept and holds_codes and not can_keep_quantized(platform):
+        return float32, float32
     has_products = {"avx512_bf16", "amx_bf16", "bf16"} & set(cpu.features().split())
     return float32, bfloat16 if has_products else float32
 
@@ -173,7 +184,7 @@ def _with_quant(config: EngineConfig, mesh: Mesh, infos: Mapping[str, TensorInfo
     free = free_bytes(list(mesh.devices.flat), config.gpu_memory_utilization)
     if free is None and config.quant is not None and config.quant.lower() == AUTO:
         raise ConfigError("quant auto: the device does not tell its memory; name a scheme")
-    where = Platform(platform, mesh.size, free or 0, *dtypes(config, platform))
+    where = Platform(platform, mesh.size, free or 0, *dtypes(config, platform, infos.values()))
     config = decide_quant(config, infos, where, unavailable)
     if config.quant is not None and unavailable is not None:
         logger.warning(

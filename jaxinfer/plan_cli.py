@@ -11,7 +11,7 @@ from jaxinfer.checkpoint import open_checkpoint, resolve_model
 from jaxinfer.checkpoint.checkpoint import TensorInfo
 from jaxinfer.config import ConfigError, EngineConfig, parse_bytes
 from jaxinfer.memory_plan import Platform, check_plan, make_plan
-from jaxinfer.model_loading import context_length, dtypes
+from jaxinfer.model_loading import can_keep_quantized, context_length, dtypes
 from jaxinfer.models import load_model_module
 from jaxinfer.quant_choice import decide_quant
 from kernels.quantized_matmul import cpu as native_matmul
@@ -86,11 +86,8 @@ def _platform(
         free = available_memory()
     elif name != "cpu":
         free = int(free * config.gpu_memory_utilization)
-    dtype, weight_dtype = dtypes(config, name)
-    keeps_quantized = name != "cpu" or native_matmul.is_available()
-    if not keeps_quantized and config.quant is None and config.dtype == "auto":
-        stored = any(info.loaded_bytes is not None for info in infos.values())
-        weight_dtype = dtype if stored else weight_dtype  # as `load_model` does
+    dtype, weight_dtype = dtypes(config, name, infos.values())
+    keeps_quantized = can_keep_quantized(name)
     return Platform(name, config.tensor_parallel, free, dtype, weight_dtype, keeps_quantized)
 
 

@@ -102,10 +102,14 @@ class QuantizedArray:
         return nibbles.view(np.int8) - np.int8(_SIGNED_BIAS) if self.code == "int4" else nibbles
 
 
-def aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
-    """Returns an uninitialised array that XLA on CPU can adopt without a copy."""
+def aligned_empty(
+    shape: tuple[int, ...],
+    dtype: np.dtype[Any],
+    make: Callable[[int, type[np.uint8]], np.ndarray] = np.empty,
+) -> np.ndarray:
+    """Returns an array that XLA on CPU can adopt without a copy, uninitialised or as made."""
     num_bytes = math.prod(shape) * dtype.itemsize
-    raw = np.empty(num_bytes + _ALIGNMENT, np.uint8)
+    raw = make(num_bytes + _ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % _ALIGNMENT
     return raw[start : start + num_bytes].view(dtype).reshape(shape)
 

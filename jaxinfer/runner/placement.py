@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeAlias
@@ -16,7 +15,7 @@ from jaxinfer.nn.context import ModelContext
 from jaxinfer.nn.matrix import MixedMatrix, specs_of
 from jaxinfer.nn.weights import RowLayout
 from jaxinfer.quantization import quantize_on_host
-from jaxinfer.quantized_array import NIBBLE_CHUNK, QuantizedArray
+from jaxinfer.quantized_array import NIBBLE_CHUNK, QuantizedArray, aligned_empty
 from kernels.quantized_matmul import LAYOUTS, QFormat, QTensor, prepare, quantize
 
 HostTensor: TypeAlias = np.ndarray | QuantizedArray
@@ -48,7 +47,7 @@ class PendingParameter:
         if self._floats is None:
             rounds = isinstance(self.param.get_value(), QTensor | MixedMatrix)
             dtype = np.dtype(np.float32) if rounds else self.param.dtype
-            self._floats = aligned_zeros(shape_of(self.param), dtype)
+            self._floats = aligned_empty(shape_of(self.param), dtype, np.zeros)
         self._layout.place(self._floats, part_idx, tensor)
 
     @property
@@ -121,14 +120,6 @@ def shape_of(param: nnx.Param) -> tuple[int, ...]:
     return param.get_value().shape
 
 
-def aligned_zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Returns zeros that XLA:CPU adopts without a copy: aligned to 64 bytes, `np.zeros` to 16."""
-    size = math.prod(shape) * dtype.itemsize
-    memory = np.zeros(size + 64, np.uint8)
-    start = -memory.ctypes.data % 64
-    return memory[start : start + size].view(dtype).reshape(shape)
-
-
 def _shardings(value: Any, split: Any, context: ModelContext) -> Any:
     return jax.tree.map(lambda spec: context.sharding(*spec), specs_of(value, split))
 
@@ -193,7 +184,7 @@ def _join(parts: list[QuantizedArray], layout: RowLayout, columns: int) -> QTens
         shape = (layout.num_rows, of_row)
         if len(parts) == 1 and leaf.shape == shape:
             return leaf  # nothing is fused, repeated or padded: a vocabulary is not held twice
-        buffer = aligned_zeros(shape, leaf.dtype)
+        buffer = aligned_empty(shape, leaf.dtype, np.zeros)
         for part_idx, part in enumerate(parts):
             layout.place(buffer, part_idx, getattr(part, name))
         return buffer

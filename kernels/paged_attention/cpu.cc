@@ -11,6 +11,7 @@
 #include <string_view>
 #include <vector>
 
+#include "../quantized_matmul/cpu_handler.h"
 #include "../quantized_matmul/cpu_parallel.h"
 #include "cpu_attention.h"
 #include "cpu_plan.h"
@@ -25,14 +26,6 @@ using namespace jaxinfer;
 
 ffi::Error invalid(const std::string& message) {
   return ffi::Error::InvalidArgument("paged_attention on cpu: " + message);
-}
-
-std::string describe(const ffi::AnyBuffer& buffer) {
-  std::string text = "[";
-  for (int64_t size : buffer.dimensions()) {
-    text += (text.size() > 1 ? ", " : "") + std::to_string(size);
-  }
-  return text + "] of type " + std::to_string(static_cast<int>(buffer.element_type()));
 }
 
 bool has_shape(const ffi::AnyBuffer& buffer, ffi::DataType type, std::vector<int64_t> sizes) {
@@ -206,8 +199,6 @@ const Loops& best_loops() {
 }
 
 }  // namespace
-
-#define JAXINFER_EXPORT __attribute__((visibility("default")))
 
 #define JAXINFER_HANDLERS(suffix, loops)                                                         \
   extern "C" JAXINFER_EXPORT XLA_FFI_Error* jaxinfer_attend_v1##suffix(XLA_FFI_CallFrame*);      \

@@ -9,6 +9,7 @@
 #include <string>
 #include <string_view>
 
+#include "cpu_handler.h"
 #include "cpu_parallel.h"
 #include "cpu_product.h"
 #include "xla/ffi/api/ffi.h"
@@ -17,6 +18,7 @@ namespace {
 
 namespace ffi = xla::ffi;
 using jaxinfer::Code;
+using jaxinfer::describe;
 using jaxinfer::FloatType;
 using jaxinfer::MultiplyRows;
 using jaxinfer::Product;
@@ -32,14 +34,6 @@ constexpr int64_t kMostRowsPerChunk = 64;
 
 ffi::Error invalid(const std::string& message) {
   return ffi::Error::InvalidArgument("quantized_matmul on cpu: " + message);
-}
-
-std::string describe(const ffi::AnyBuffer& buffer) {
-  std::string text = "[";
-  for (int64_t size : buffer.dimensions()) {
-    text += (text.size() > 1 ? ", " : "") + std::to_string(size);
-  }
-  return text + "] of type " + std::to_string(static_cast<int>(buffer.element_type()));
 }
 
 bool is_matrix(const ffi::AnyBuffer& buffer, int64_t rows, int64_t columns) {
@@ -185,8 +179,6 @@ void multiply_rows_best(const Product& p, int64_t first_row, int64_t last_row) {
 }
 
 }  // namespace
-
-#define JAXINFER_EXPORT __attribute__((visibility("default")))
 
 #define JAXINFER_HANDLER(name, multiply_rows)                       \
   extern "C" JAXINFER_EXPORT XLA_FFI_Error* name(XLA_FFI_CallFrame*); \
