@@ -16,7 +16,7 @@ import jax
 
 from kernels.native_build import LIBRARY
 
-INSTRUCTION_SETS = ("avx512", "avx2", "portable")
+INSTRUCTION_SETS = ("amx", "avx512bf16", "avx512", "avx2", "portable")
 
 _FORCED = "JAXINFER_CPU_ISA"
 
@@ -57,6 +57,12 @@ def runnable_instruction_sets() -> tuple[str, ...]:
     ask = ctypes.CDLL(str(LIBRARY)).jaxinfer_instruction_sets
     ask.restype = ctypes.c_char_p
     return tuple(ask().decode().split())
+
+
+def usable_instruction_sets() -> tuple[str, ...]:
+    """Returns what handlers run with: all that runs here, or the one that is forced."""
+    forced = os.environ.get(_FORCED)
+    return (forced,) if forced else runnable_instruction_sets()
 
 
 def handler(target: str) -> str:

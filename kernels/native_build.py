@@ -30,17 +30,20 @@ if "setuptools" in sys.modules:
 
 MATMUL_FOLDER = Path(__file__).parent / "quantized_matmul"
 ATTENTION_FOLDER = Path(__file__).parent / "paged_attention"
+DECODER_FOLDER = Path(__file__).parent / "decoder_layers"
+LOGITS_FOLDER = Path(__file__).parent / "logit_stats"
+SHARED_FOLDER = Path(__file__).parent / "cpp"
 LIBRARY = Path(__file__).with_name("native_kernels.so")
 """Beside the module that loads it, under the same name on every platform."""
 
 COMPILERS = ("c++", "g++", "clang++")
-_ROWS_FLAGS = {
-    "portable": (),
-    "avx2": ("-mavx2", "-mfma", "-mf16c"),
-    "avx512": (
-        *("-mavx2", "-mfma", "-mf16c"),
-        *("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"),
-    ),
+_AVX2 = ("-mavx2", "-mfma", "-mf16c")
+_AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
+_ROWS_FLAGS = {"portable": (), "avx2": _AVX2, "avx512": _AVX512}
+# Loops for weights in blocks of rows, where the compiler knows all of these.
+_BLOCKS_FLAGS = {
+    "avx512bf16": (*_AVX512, "-mavx512bf16"),
+    "amx": (*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
 }
 # Two roundings stay two: fused multiply-adds are where the source says so.
 _FLAGS = (
@@ -81,25 +84,45 @@ def compile_units(
     compiler: Sequence[str], scratch: Path, flags: Sequence[str], handlers: bool = True
 ) -> list[Path]:
     """Compiles the loops for every instruction set, and maybe the handlers, to object files."""
-    commands = {}
+    commands: dict[str, list[str]] = {}
     if handlers:
-        commands[scratch / "cpu.o"] = [str(MATMUL_FOLDER / "cpu.cc")]
-        commands[scratch / "attention.o"] = [str(ATTENTION_FOLDER / "cpu.cc")]
+        commands["sets"] = [str(SHARED_FOLDER / "instruction_sets.cc")]
+        folders = (MATMUL_FOLDER, ATTENTION_FOLDER, DECODER_FOLDER, LOGITS_FOLDER)
+        commands |= {folder.name: [str(folder / "cpu.cc")] for folder in folders}
+    loops = {ATTENTION_FOLDER: "attention", DECODER_FOLDER: "decoder", LOGITS_FOLDER: "logit"}
     for name in instruction_sets():
+        set_flags = _ROWS_FLAGS[name]
         define = f"-DMULTIPLY_ROWS=multiply_rows_{name}"
-        rows = [str(MATMUL_FOLDER / "cpu_rows.cc"), define, *_ROWS_FLAGS[name]]
-        commands[scratch / f"{name}.o"] = rows
-        define = f"-DLOOPS=attention_loops_{name}"
-        loops = [str(ATTENTION_FOLDER / "cpu_rows.cc"), define, *_ROWS_FLAGS[name]]
-        commands[scratch / f"attention_{name}.o"] = loops
+        commands[f"rows_{name}"] = [str(MATMUL_FOLDER / "cpu_rows.cc"), define, *set_flags]
+        for folder, prefix in loops.items():
+            define = f"-DLOOPS={prefix}_loops_{name}"
+            commands[f"{prefix}_{name}"] = [str(folder / "cpu_rows.cc"), define, *set_flags]
+    if has_blocks(compiler):
+        flags = [*flags, "-DJAXINFER_HAS_BLOCKS"]
+        commands["blocks_float"] = [str(MATMUL_FOLDER / "cpu_blocks_float.cc"), *_AVX512]
+        for name, set_flags in _BLOCKS_FLAGS.items():
+            blocks = [str(MATMUL_FOLDER / "cpu_blocks.cc"), f"-DLOOPS=block_loops_{name}"]
+            commands[f"blocks_{name}"] = [*blocks, *set_flags]
+
+    def compile_unit(name: str) -> Path:
+        unit = scratch / f"{name}.o"
+        _run([*compiler, *_FLAGS, *flags, "-c", *commands[name], "-o", str(unit)])
+        return unit
+
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(
-            pool.map(
-                lambda unit: _run([*compiler, *_FLAGS, *flags, "-c", *unit[1], "-o", str(unit[0])]),
-                commands.items(),
-            )
-        )
-    return [*commands]
+        return list(pool.map(compile_unit, commands))
+
+
+def has_blocks(compiler: Sequence[str]) -> bool:
+    """Whether this machine's architecture and the compiler have bfloat16 products and tiles."""
+    if "avx512" not in instruction_sets():
+        return False
+    flags = dict.fromkeys(flag for flags in _BLOCKS_FLAGS.values() for flag in flags)
+    try:
+        _run([*compiler, *flags, "-fsyntax-only", "-x", "c++", os.devnull])
+    except BuildError:
+        return False
+    return True
 
 
 def find_compiler() -> list[str]:

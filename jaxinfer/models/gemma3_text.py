@@ -28,10 +28,12 @@ from jaxinfer.nn.config import DecoderConfig
 from jaxinfer.nn.config import kv_groups as kv_groups
 from jaxinfer.nn.context import ModelContext
 from jaxinfer.nn.decoder import CausalLM
+from jaxinfer.nn.fused_layers import layer_weights
 from jaxinfer.nn.mlp import MLP
 from jaxinfer.nn.norm import RMSNorm
 from jaxinfer.nn.rotary import RotaryConfig, RotaryTable
 from jaxinfer.nn.weights import Weight
+from kernels.decoder_layers import LayerWeights
 from kernels.paged_attention import AttentionMetadata, KVCache
 
 TINY_HF_CONFIG = {
@@ -171,6 +173,18 @@ class Layer(nnx.Module):
         attended, kv = self.attention(self.input_norm(x), table, kv, metadata)
         x = x + self.post_attention_norm(attended)
         return x + self.post_mlp_norm(self.mlp(self.pre_mlp_norm(x))), kv
+
+    def weights(self, rotary: int) -> LayerWeights:
+        """Returns its arrays, for a call that runs all layers."""
+        return layer_weights(
+            self.attention,
+            self.mlp,
+            rotary,
+            input_norm=self.input_norm,
+            attention_norm=self.post_attention_norm,
+            mlp_input_norm=self.pre_mlp_norm,
+            mlp_norm=self.post_mlp_norm,
+        )
 
 
 class Model(CausalLM):

@@ -53,7 +53,7 @@ class Attention(nnx.Module):
         self.q_norm = RMSNorm(head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.context = context
-        self.num_kv_heads, self.head_dim = blocks, head_dim
+        self.num_heads, self.num_kv_heads, self.head_dim = heads, blocks, head_dim
         self.scale, self.soft_cap = config.attention_scale, config.attention_soft_cap
         self.window = config.windows[layer_idx]
         self.group = next(i for i, g in enumerate(kv_groups(config)) if layer_idx in g.layers)

@@ -14,11 +14,14 @@ from jaxinfer.nn.attention import Attention
 from jaxinfer.nn.config import DecoderConfig, num_cache_kv_heads
 from jaxinfer.nn.context import ModelContext
 from jaxinfer.nn.embedding import Embedding
+from jaxinfer.nn.fused_layers import choose_fused, layer_shape, layer_weights
 from jaxinfer.nn.linear import Linear
 from jaxinfer.nn.mlp import MLP
 from jaxinfer.nn.norm import RMSNorm
 from jaxinfer.nn.rotary import RotaryTable
 from jaxinfer.nn.weights import plain_layout
+from kernels.decoder_layers import LayerWeights
+from kernels.dispatch import Choice
 from kernels.paged_attention import AttentionMetadata, KVCache
 
 
@@ -49,6 +52,16 @@ class DecoderLayer(nnx.Module):
         attended, kv = self.attention(self.input_norm(x), table, kv, metadata)
         x = x + attended
         return x + self.mlp(self.post_attention_norm(x)), kv
+
+    def weights(self, rotary: int) -> LayerWeights:
+        """Returns its arrays, for a call that runs all layers."""
+        return layer_weights(
+            self.attention,
+            self.mlp,
+            rotary,
+            input_norm=self.input_norm,
+            mlp_input_norm=self.post_attention_norm,
+        )
 
 
 class CausalLM(nnx.Module):
@@ -96,12 +109,35 @@ class CausalLM(nnx.Module):
         rotaries = self.config.rotaries
         tables = {rotary: rotary.table(positions) for rotary in dict.fromkeys(rotaries)}
         x = self.embed(token_ids)
+        try:
+            fused, weights = self.choose_fused(x, kv)
+        except NotImplementedError:
+            pass
+        else:
+            shape = layer_shape(self.config, self.context)
+            x, kv = fused.module.run(x, [*tables.values()], kv, weights, metadata, shape)
+            return self.norm(x), kv
         new_kv = []
         for layer, rotary, pages in zip(self.layers, rotaries, kv, strict=True):
             graphdef, state = nnx.split(layer)
             x, pages = _run_layer(graphdef, state, x, tables[rotary], pages, metadata)
             new_kv.append(pages)
         return self.norm(x), tuple(new_kv)
+
+    def choose_fused(
+        self, x: Float[Array, "T D"] | jax.ShapeDtypeStruct, kv: tuple[KVCache, ...]
+    ) -> tuple[Choice, tuple[LayerWeights, ...]]:
+        """Returns what runs all layers in one call, and their arrays.
+
+        Raises:
+          NotImplementedError: nothing does; says why.
+        """
+        rotaries = [*dict.fromkeys(self.config.rotaries)]
+        weights = tuple(
+            layer.weights(rotaries.index(rotary))
+            for layer, rotary in zip(self.layers, self.config.rotaries, strict=True)
+        )
+        return choose_fused(self.config, self.context, x, kv, weights), weights
 
     def embed(self, token_ids: Int32[Array, " T"]) -> Float[Array, "T D"]:
         """Returns what enters the first layer."""

@@ -42,7 +42,7 @@ class Linear(nnx.Module):
         None copies the weight to every device.
       weight: a parameter to share instead of making one (a head tied to the embedding).
       fmt: quantizes the weight when it is filled; quantized weights, also those of a checkpoint,
-        are multiplied by `kernels.quantized_matmul`, x unrounded.
+        are multiplied by `kernels.quantized_matmul`, x rounded to the dtype of other weights.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Linear(nnx.Module):
         if isinstance(weight, QTensor | MixedMatrix):
             is_done = self.bias is None and not self._is_summed
             rounded = (out_dtype or self.context.dtype) if is_done else jnp.float32
-            y = self._product_by_device(x.astype(self.context.dtype), weight, rounded)
+            y = self._product_by_device(x.astype(self.context.weight_dtype), weight, rounded)
         else:
             y = self._product(x.astype(weight.dtype), weight)
         if self.bias is not None:

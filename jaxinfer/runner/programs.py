@@ -137,6 +137,7 @@ class ModelPrograms:
             positions + 1,
             no_target,
             fields["wants_top"] != 0,
+            model.context.platform,
         )
         row_state = _after_sampling(state.rows, rows, sampled.token, positions + 1, active)
         return StepOutput(sampled, active), replace(state, kv=kv, rows=row_state)
@@ -213,6 +214,7 @@ class ModelPrograms:
                 cut(lengths),
                 cut(fields["logit_target"]),
                 fields["wants_top"] != 0,
+                model.context.platform,
             )
 
         shapes = jax.eval_shape(one, jnp.int32(0))

@@ -11,13 +11,13 @@
 #include <string_view>
 #include <vector>
 
-#include "../quantized_matmul/cpu_handler.h"
-#include "../quantized_matmul/cpu_parallel.h"
+#include "../cpp/handler.h"
+#include "../cpp/instruction_sets.h"
+#include "../cpp/parallel.h"
 #include "cpu_attention.h"
+#include "cpu_describe.h"
 #include "cpu_plan.h"
 #include "xla/ffi/api/ffi.h"
-
-extern "C" const char* jaxinfer_instruction_sets();
 
 namespace {
 
@@ -34,30 +34,10 @@ bool has_shape(const ffi::AnyBuffer& buffer, ffi::DataType type, std::vector<int
          std::equal(actual.begin(), actual.end(), sizes.begin(), sizes.end());
 }
 
-bool set_elements(ffi::DataType type, Elements& elements) {
-  switch (type) {
-    case ffi::F32: elements = Elements::kFloat32; return true;
-    case ffi::U16: elements = Elements::kBfloat16; return true;
-    case ffi::F16: elements = Elements::kFloat16; return true;
-    case ffi::S8: elements = Elements::kInt8; return true;
-    default: return false;
-  }
-}
-
 // The scales of int8 codes are one more operand, which no other cache has.
 ffi::Error describe_cache(ffi::AnyBuffer elements, ffi::RemainingArgs others, Cache& cache) {
-  const auto sizes = elements.dimensions();
-  if (sizes.size() != 5 || sizes[3] != 2 || !set_elements(elements.element_type(), cache.type)) {
-    return invalid("the cache is " + describe(elements) +
-                   ": needs float32, float16, uint16 or int8 [P, page, K, 2, H]");
-  }
-  cache.num_pages = sizes[0], cache.page_size = sizes[1];
-  cache.num_kv_heads = sizes[2], cache.head_dim = sizes[4];
-  if (elements.element_count() == 0 || cache.head_dim % 8 != 0) {
-    return invalid("the cache is " + describe(elements) +
-                   ": needs pages, and heads of a multiple of 8");
-  }
-  cache.elements = elements.untyped_data();
+  const std::string problem = describe_elements(elements, cache);
+  if (!problem.empty()) return invalid(problem);
   const bool is_int8 = cache.type == Elements::kInt8;
   if (others.size() != (is_int8 ? 1 : 0)) return invalid("int8 codes, and they alone, have scales");
   if (!is_int8) return ffi::Error::Success();
@@ -185,9 +165,8 @@ const Loops& avx512_loops() { return attention_loops_avx512; }
 
 const Loops& find_best_loops() {
 #if defined(__x86_64__)
-  const std::string_view sets = jaxinfer_instruction_sets();
-  if (sets.find("avx512") == 0) return attention_loops_avx512;
-  if (sets.find("avx2") == 0) return attention_loops_avx2;
+  if (runs_here("avx512")) return attention_loops_avx512;
+  if (runs_here("avx2")) return attention_loops_avx2;
 #endif
   return attention_loops_portable;
 }
@@ -234,4 +213,7 @@ JAXINFER_HANDLERS(_portable, portable_loops);
 #if defined(__x86_64__)
 JAXINFER_HANDLERS(_avx2, avx2_loops);
 JAXINFER_HANDLERS(_avx512, avx512_loops);
+// The same loops: what is more about these sets is about products with weights.
+JAXINFER_HANDLERS(_avx512bf16, avx512_loops);
+JAXINFER_HANDLERS(_amx, avx512_loops);
 #endif

@@ -20,11 +20,12 @@ struct Rows {
 
 class Plan {
  public:
-  // Also fills in the zeros of tokens that see no key.
-  Plan(const Attention& p, const Rows& rows, int64_t num_threads)
+  // Also fills in the zeros of tokens that see no key. `tiny_work`: multiplications below which
+  // handing tiles to other threads costs more than it saves.
+  Plan(const Attention& p, const Rows& rows, int64_t num_threads, int64_t tiny_work = 1 << 21)
       : p_(p), heads_(p.num_heads / p.cache.num_kv_heads) {
     add_rows(rows);
-    is_tiny = work_ < kTinyWork;
+    is_tiny = work_ < tiny_work;
     if (num_threads > 1 && !is_tiny) split(num_threads);
     // The largest first, or all others would wait for it.
     std::stable_sort(tiles.begin(), tiles.end(), [this](const Tile& a, const Tile& b) {
@@ -38,8 +39,6 @@ class Plan {
   bool is_tiny = true;
 
  private:
-  // Multiplications below which handing tiles to other threads costs more than it saves.
-  static constexpr int64_t kTinyWork = 1 << 21;
   // Bringing a key costs as much as multiplying it with so many rows.
   static constexpr int64_t kRowsPerKey = 8;
   static constexpr int64_t kPartsPerThread = 4;

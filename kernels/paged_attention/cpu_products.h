@@ -3,7 +3,7 @@
 #pragma once
 
 #include "cpu_attention.h"
-#include "cpu_lanes.h"
+#include "../cpp/lanes.h"
 
 namespace {
 

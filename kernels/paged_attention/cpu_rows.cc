@@ -8,7 +8,7 @@
 // and path a query is in: its bits do not depend on them.
 
 #include "cpu_attention.h"
-#include "cpu_lanes.h"
+#include "../cpp/lanes.h"
 #include "cpu_products.h"
 #include "cpu_transpose.h"
 #include "cpu_write.h"

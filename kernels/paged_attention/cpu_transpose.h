@@ -1,7 +1,7 @@
 // Transposes a square of as many rows as a register has lanes. See cpu_lanes.h.
 #pragma once
 
-#include "cpu_lanes.h"
+#include "../cpp/lanes.h"
 
 namespace {
 

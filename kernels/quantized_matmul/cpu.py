@@ -15,12 +15,22 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Float32
 
 from kernels import native
-from kernels.quantized_matmul.format import LAYOUTS, QTensor, quantize_rows
+from kernels.quantized_matmul.format import (
+    CPU_BLOCKS,
+    GROUP_SIZES,
+    LAYOUTS,
+    Layout,
+    QTensor,
+    quantize_rows,
+)
 
-__all__ = ["is_available", "matmul", "supports", "unavailable"]
+__all__ = ["best_layout", "is_available", "matmul", "supports", "unavailable"]
 
 # The version is that of the handlers in cpu.cc.
-_TARGET = "jaxinfer_quantized_matmul_v1"
+_TARGET = "jaxinfer_quantized_matmul_v2"
+# Those that multiply weights in blocks of rows, and of them those that do it faster.
+_BLOCK_SETS = {"amx", "avx512bf16", "avx512"}
+_BFLOAT16_SETS = {"amx", "avx512bf16"}
 
 
 def is_available() -> bool:
@@ -37,8 +47,10 @@ def supports(x: Array | jax.ShapeDtypeStruct, w: QTensor) -> None:
     """Refuses without the library, other layouts, and columns that do not fill vectors."""
     if reason := unavailable():
         raise NotImplementedError(reason)
-    if w.layout != LAYOUTS["cpu"]:
+    if w.layout not in (LAYOUTS["cpu"], CPU_BLOCKS):
         raise NotImplementedError(f"the weight is laid out as {w.layout}: prepare(w, 'cpu') first")
+    if w.layout == CPU_BLOCKS and not _BLOCK_SETS & set(native.usable_instruction_sets()):
+        raise NotImplementedError("weights in blocks of rows need AVX-512")
     if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         raise NotImplementedError(f"x is {x.dtype}: needs float32, bfloat16 or float16")
     multiple = 32 if w.is_4bit else 16
@@ -49,21 +61,38 @@ def supports(x: Array | jax.ShapeDtypeStruct, w: QTensor) -> None:
         )
 
 
+def best_layout(w: QTensor) -> Layout:
+    """Returns where this machine wants a weight's codes: in blocks of rows where it has a use."""
+    rows = LAYOUTS["cpu"]
+    if not is_available() or not _BFLOAT16_SETS & set(native.usable_instruction_sets()):
+        return rows
+    num_rows, columns = w.shape
+    fits = num_rows % CPU_BLOCKS.row_block == 0 and columns % 32 == 0 and w.code != "fp8"
+    has_groups = w.group_size in GROUP_SIZES or w.group_size == columns
+    return CPU_BLOCKS if fits and has_groups and w.activations == "float" else rows
+
+
 def matmul(
     x: Float[Array, "T I"], w: QTensor, out_dtype: DTypeLike = jnp.float32
 ) -> Float[Array, "T O"]:
-    """Multiplies and sums in float32; a row's result has the same bits whatever the other rows."""
+    """Multiplies and sums in float32; a row's result has the same bits whatever the other rows.
+
+    A bfloat16 x meets weights in blocks as bfloat16 numbers, their codes unrounded.
+    """
     if w.activations == "float":
-        return _product(x.astype(jnp.float32), w).astype(out_dtype)
+        if x.dtype != jnp.bfloat16 or w.layout.row_block == 1:
+            x = x.astype(jnp.float32)
+        return _product(x, w).astype(out_dtype)
     codes, row_scale = quantize_rows(x)
     return (_product(codes.astype(jnp.float32), w) * row_scale).astype(out_dtype)
 
 
-def _product(x: Float32[Array, "T I"], w: QTensor) -> Float32[Array, "T O"]:
+def _product(x: Float[Array, "T I"], w: QTensor) -> Float32[Array, "T O"]:
     none = np.zeros((0,), np.float32)
     call = jax.ffi.ffi_call(
         native.handler(_TARGET), jax.ShapeDtypeStruct((x.shape[0], w.shape[0]), jnp.float32)
     )
     offset = none if w.offset is None else w.offset
     codebook = none if w.codebook is None else w.codebook
-    return call(x, w.qvalue, w.scale, offset, codebook, code=w.code)
+    row_block = np.int64(w.layout.row_block)
+    return call(x, w.qvalue, w.scale, offset, codebook, code=w.code, row_block=row_block)

@@ -6,6 +6,9 @@
 
 namespace jaxinfer {
 
+// Of so many tokens in a program, weights are scaled and rounded for all of them at once.
+constexpr int64_t kManyTokens = 64;
+
 enum class Code { kInt8, kFp8, kNibble };
 enum class FloatType { kFloat16, kBfloat16, kFloat32 };
 
@@ -25,6 +28,8 @@ struct Product {
   int64_t row_bytes;
   Code code;
   FloatType scale_type, offset_type;
+  bool has_many_tokens;  // kManyTokens: of the program, not of the call, for the same bits
+  bool in_blocks;  // codes, scale and offset lie as cpu_blocks.h says
 };
 
 // Computes out[:, first_row:last_row]. A result's bits depend neither on the other rows and

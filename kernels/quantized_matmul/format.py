@@ -15,6 +15,8 @@ from jax import Array
 from jax.sharding import PartitionSpec
 from jaxtyping import Float, Float32, Int32, UInt8
 
+from kernels.quantized_matmul import row_blocks
+
 Leaf: TypeAlias = Any  # an Array, or whatever a transformation puts in its place in the pytree
 Code: TypeAlias = Literal["int8", "fp8", "int4", "uint4"]
 Activations: TypeAlias = Literal["float", "int8"]
@@ -47,11 +49,15 @@ class Layout:
         2 is the canonical order: even columns low. I is a multiple of it.
       native_int4: 4-bit codes are a `jnp.int4` or `jnp.uint4` array `[O, I]` instead.
       groups_first: scale and offset are `[I / group_size, O]` instead of `[O, I / group_size]`.
+      row_block: rows whose arrays are interleaved, in arrays of the same shape: of a block first
+        four bytes of each row's codes, second and third exchanged, then the next four of each; of
+        scale and offset each group's of all rows. For C++ kernels: see cpu_blocks.h.
     """
 
     nibble_chunk: int = 2
     native_int4: bool = False
     groups_first: bool = False
+    row_block: int = 1
 
 
 CANONICAL = Layout()
@@ -60,6 +66,8 @@ LAYOUTS = {
     "gpu": Layout(nibble_chunk=64, groups_first=True),
     "tpu": Layout(native_int4=True, groups_first=True),
 }
+CPU_BLOCKS = Layout(nibble_chunk=32, row_block=16)
+"""Where a CPU multiplies bfloat16 numbers: see `cpu.best_layout`."""
 
 
 @dataclass(frozen=True)
@@ -171,6 +179,7 @@ class QTensor:
 
 def dequantize(w: QTensor) -> Float32[Array, "O I"]:
     """Returns the matrix a QTensor of any layout stands for; columns stay in the stored order."""
+    w = _without_blocks(w)
     codes = decode(w)
     if w.codebook is not None:
         codes = jnp.asarray(w.codebook)[codes.astype(jnp.int32)]
@@ -191,6 +200,9 @@ def take_rows(
       ids: rows; those outside 0..O-1 count as the nearest that exists.
       dtype: of the result, rounded to once: products and sums are float32.
     """
+    if w.layout.row_block > 1:
+        rows = _rows_of_blocks(w, jnp.clip(ids, 0, w.shape[0] - 1))
+        return take_rows(rows, jnp.arange(len(ids), dtype=jnp.int32), dtype)
     axis = 1 if w.layout.groups_first else 0
     rows = dataclasses.replace(
         w,
@@ -206,7 +218,7 @@ def take_rows(
 
 def decode(w: QTensor) -> Array:
     """Returns a QTensor's codes `[O, I]` in any layout: int8 numbers, or float8 as they are."""
-    qvalue = jnp.asarray(w.qvalue)
+    qvalue = jnp.asarray(_without_blocks(w).qvalue)
     if not w.is_4bit:
         return qvalue
     if w.layout.native_int4:
@@ -230,12 +242,17 @@ def prepare(w: QTensor, layout: Layout | str) -> QTensor:
     Leaves may be numpy arrays; those that need no change stay what they are.
 
     Raises:
-      ValueError: 4-bit codes whose I is not a multiple of the layout's chunk.
+      ValueError: 4-bit codes whose I is not a multiple of the layout's chunk, or a weight that is
+        not whole blocks of rows.
     """
     if isinstance(layout, str):
         layout = LAYOUTS[layout]
     if layout == w.layout:
         return w
+    if w.layout.row_block > 1:
+        return prepare(_without_blocks(w), layout)
+    if layout.row_block > 1:
+        return _in_blocks(prepare(w, dataclasses.replace(layout, row_block=1)), layout)
     if w.is_4bit and w.shape[1] % layout.nibble_chunk:
         raise ValueError(
             f"a weight {w.shape} of 4-bit codes has no layout in chunks of {layout.nibble_chunk} "
@@ -279,6 +296,41 @@ def _rearrange(w: QTensor, layout: Layout) -> Array:
         return codes.astype(jnp.int4 if w.code == "int4" else jnp.uint4)
     bias = jnp.int8(_SIGNED_BIAS if w.code == "int4" else 0)
     return pack_nibbles((codes + bias).astype(jnp.uint8), layout.nibble_chunk)
+
+
+def _in_blocks(w: QTensor, layout: Layout) -> QTensor:
+    rows, columns = w.shape
+    if rows % layout.row_block or columns % row_blocks.COLUMNS or w.code == "fp8":
+        raise ValueError(
+            f"a weight {w.shape} of {w.code} codes has no layout in blocks of {layout.row_block} "
+            f"rows: needs whole blocks, {row_blocks.COLUMNS} columns or multiples, and integers"
+        )
+    offset = None if w.offset is None else row_blocks.interleave_groups(w.offset, layout.row_block)
+    return dataclasses.replace(
+        w,
+        qvalue=row_blocks.interleave_codes(w.qvalue, layout.row_block),
+        scale=row_blocks.interleave_groups(w.scale, layout.row_block),
+        offset=offset,
+        layout=layout,
+    )
+
+
+def _without_blocks(w: QTensor) -> QTensor:
+    if w.layout.row_block == 1:
+        return w
+    return _rows_of_blocks(w, jnp.arange(w.shape[0], dtype=jnp.int32))
+
+
+def _rows_of_blocks(w: QTensor, rows: Int32[Array, " T"]) -> QTensor:
+    """Returns some rows of a weight in blocks, as a weight that is not."""
+    size = w.layout.row_block
+    return dataclasses.replace(
+        w,
+        qvalue=row_blocks.take_codes(w.qvalue, rows, size),
+        scale=row_blocks.take_groups(w.scale, rows, size),
+        offset=None if w.offset is None else row_blocks.take_groups(w.offset, rows, size),
+        layout=dataclasses.replace(w.layout, row_block=1),
+    )
 
 
 def _nibbles_of(layout: Layout) -> tuple[int, bool]:

@@ -9,28 +9,17 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <random>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "../../kernels/paged_attention/cpu_attention.h"
 #include "../../kernels/paged_attention/cpu_plan.h"
-#include "cpu_parallel.h"
+#include "../cpp/parallel.h"
+#include "native_sanitize.h"
 
 namespace {
 
 using namespace jaxinfer;
-
-class Random {
- public:
-  explicit Random(unsigned seed) : engine_(seed) {}
-  int below(int count) { return static_cast<int>(engine_() % static_cast<unsigned>(count)); }
-  float uniform() { return static_cast<float>(below(2001) - 1000) / 1000.0f; }
-
- private:
-  std::mt19937 engine_;
-};
 
 // Elements that every type holds exactly: multiples of 1/8 up to 2 and, of int8, codes.
 float element(Random& random) { return static_cast<float>(random.below(33) - 16) / 8.0f; }
@@ -120,19 +109,6 @@ void make(Random& random, Step& step) {
   step.out.assign(step.q.size(), NAN);
   p.q = step.q.data(), p.out = step.out.data();
 }
-
-// A thread a task: some start after the call is over.
-struct Pool {
-  std::vector<std::thread> started;
-
-  template <class Task>
-  void Schedule(Task&& task) {
-    started.emplace_back(std::forward<Task>(task));
-  }
-  ~Pool() {
-    for (std::thread& thread : started) thread.join();
-  }
-};
 
 void attend(const Step& step, const Loops& loops, bool threads) {
   Pool pool;

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -48,6 +50,26 @@ def test_it_needs_no_package_of_the_project():
 
 
 @pytest.mark.slow
+def test_a_compiler_without_tiles_builds_the_other_loops(monkeypatch, tmp_path):
+    try:
+        compiler = native_build.find_compiler()
+    except native_build.BuildError as error:
+        pytest.skip(str(error))
+    if not native_build.has_blocks(compiler):
+        pytest.skip(f"{compiler[0]} is such a compiler")
+    old = tmp_path / "old-compiler"
+    refusal = 'case "$*" in *-mamx*) echo "error: unknown option" >&2; exit 1;; esac'
+    old.write_text(f'#!/bin/sh\n{refusal}\nexec {shlex.join(compiler)} "$@" -O0\n')
+    old.chmod(0o755)
+    monkeypatch.setenv("CXX", str(old))
+    library = tmp_path / "library.so"
+    native_build.build(library)
+    ask = ctypes.CDLL(str(library)).jaxinfer_instruction_sets
+    ask.restype = ctypes.c_char_p
+    assert not {"amx", "avx512bf16"} & set(ask().decode().split())
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("sanitizer", SANITIZERS)
 def test_random_calls_pass_sanitizers(tmp_path, sanitizer):
     try:
@@ -62,13 +84,17 @@ def test_random_calls_pass_sanitizers(tmp_path, sanitizer):
     if not works or subprocess.run([tmp_path / "probe"], check=False).returncode:
         pytest.skip(f"{compiler[0]} has no {sanitizer} sanitizer here")
     units = native_build.compile_units(compiler, tmp_path, flags, handlers=False)
-    for name in ("native_sanitize", "native_sanitize_attention"):
+    for name in ("native_sanitize", "native_sanitize_attention", "native_sanitize_decoder"):
         driver = tmp_path / name
         source = [str(HERE / f"{name}.cc"), "-I", str(native_build.MATMUL_FOLDER), "-std=c++17"]
+        if native_build.has_blocks(compiler):
+            source.append("-DJAXINFER_HAS_BLOCKS")
         warnings = ["-Wall", "-Wextra", "-Werror", "-pthread"]
         command = [*compiler, *flags, *warnings, *source, *map(str, units), "-o", str(driver)]
         subprocess.run(command, check=True)
         sets = _runnable_sets()
+        if name == "native_sanitize_attention":
+            sets = tuple(each for each in sets if each in native_build.instruction_sets())
         arguments = ["200", *sets] if sanitizer == "address" else ["20", "threads", *sets]
         result = subprocess.run(
             [driver, "1", *arguments], capture_output=True, text=True, timeout=300, check=False

@@ -12,10 +12,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 import quantized_matmul_checks as checks
+from native_matmul_cases import FORMATS, product, random_weight, random_x, weight_by_hand
 
 from kernels import native, quantized_matmul
-from kernels.quantized_matmul import LAYOUTS, QFormat, QTensor, cpu
-from kernels.quantized_matmul.format import NF4
+from kernels.quantized_matmul import LAYOUTS, QTensor, cpu
 from kernels.quantized_matmul.specs import SPECS, make_inputs
 
 pytestmark = [
@@ -24,68 +24,6 @@ pytestmark = [
 ]
 
 SETS = native.runnable_instruction_sets() if cpu.is_available() else ()
-
-# Between them every decoder, group size and type of scale.
-FORMATS = {
-    "int8": QFormat("int8"),
-    "int8-g16": QFormat("int8", 16, scale_dtype="float16"),
-    "int8-offset": QFormat("int8", 32, has_offset=True, scale_dtype="bfloat16"),
-    "fp8": QFormat("fp8"),
-    "fp8-g128": QFormat("fp8", 128),
-    "int4-row": QFormat("int4"),
-    "int4-g16": QFormat("int4", 16, scale_dtype="bfloat16"),
-    "int4-g32": QFormat("int4", 32, scale_dtype="float16"),
-    "uint4-g16": QFormat("uint4", 16, has_offset=True),
-    "uint4-g128": QFormat("uint4", 128, has_offset=True, scale_dtype="float16"),
-    "nf4": QFormat("uint4", 64, codebook=NF4),
-}
-
-
-def random_weight(fmt: QFormat, rows: int, columns: int) -> QTensor:
-    """Any codes with any scales, in numpy: nothing to compile."""
-    rng = np.random.default_rng(rows)
-    group = fmt.group_size or columns
-    floats = rng.standard_normal((2, rows, columns // group), np.float32)
-    scale, offset = jnp.asarray(floats.astype(fmt.scale_dtype))
-    codes = rng.integers(0, 256, (rows, columns // (2 if "int4" in fmt.code else 1)), np.uint8)
-    if fmt.code == "fp8":
-        codes[codes % 128 == 127] = 0  # NaN has a test of its own
-    dtype = {"int8": np.int8, "fp8": ml_dtypes.float8_e4m3fn}.get(fmt.code, np.uint8)
-    return QTensor(
-        jnp.asarray(codes.view(dtype)),
-        scale,
-        offset if fmt.has_offset else None,
-        jnp.asarray(fmt.codebook, jnp.float32) if fmt.codebook else None,
-        code=fmt.code,
-        group_size=group,
-        layout=LAYOUTS["cpu"],
-    )
-
-
-def weight_by_hand(w: QTensor) -> np.ndarray:
-    codes = np.asarray(w.qvalue)
-    if w.is_4bit:
-        chunks = codes.reshape(len(codes), -1, 1, 16)
-        codes = np.concatenate([chunks % 16, chunks // 16], 2).reshape(len(codes), -1)
-        table = np.arange(16, dtype=np.float32) - (8 if w.code == "int4" else 0)
-        codes = (table if w.codebook is None else np.asarray(w.codebook))[codes]
-    groups = codes.astype(np.float32).reshape(*w.scale.shape, w.group_size)
-    weight = groups * np.asarray(w.scale, np.float32)[..., None]
-    if w.offset is not None:
-        weight = weight + np.asarray(w.offset, np.float32)[..., None]
-    return weight.reshape(w.shape)
-
-
-def random_x(tokens: int, columns: int) -> jax.Array:
-    rng = np.random.default_rng(tokens)
-    return jnp.asarray(rng.standard_normal((tokens, columns), np.float32))
-
-
-def product(x, w, instruction_set=None) -> np.ndarray:
-    with pytest.MonkeyPatch.context() as patch:
-        if instruction_set:
-            patch.setenv("JAXINFER_CPU_ISA", instruction_set)
-        return np.asarray(jax.jit(lambda x, w: cpu.matmul(x, w, jnp.float32))(x, w))
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -186,21 +124,22 @@ def test_other_layouts_and_ragged_columns_are_refused():
         cpu.supports(jnp.zeros((1, 64), jnp.int32), random_weight(FORMATS["int8"], 8, 64))
 
 
-def _call(x, w: QTensor, code=None, num_out=None) -> None:
+def _call(x, w: QTensor, code=None, num_out=None, row_block=1) -> None:
     none = jnp.zeros((0,))
     out = jax.ShapeDtypeStruct((x.shape[0], num_out or w.qvalue.shape[0]), jnp.float32)
-    call = jax.ffi.ffi_call("jaxinfer_quantized_matmul_v1", out)
+    call = jax.ffi.ffi_call("jaxinfer_quantized_matmul_v2", out)
     offset = none if w.offset is None else w.offset
     codebook = none if w.codebook is None else w.codebook
-    jax.block_until_ready(call(x, w.qvalue, w.scale, offset, codebook, code=code or w.code))
+    attributes = {"code": code or w.code, "row_block": np.int64(row_block)}
+    jax.block_until_ready(call(x, w.qvalue, w.scale, offset, codebook, **attributes))
 
 
 BAD_CALLS = {
-    "x is \\[1, 64\\] of type": lambda x, w: _call(x.astype(jnp.bfloat16), w),
+    "x is \\[1, 64\\] of type": lambda x, w: _call(x.astype(jnp.float16), w),
     "code 'int3'": lambda x, w: _call(x, w, code="int3"),
     "code 'int8' does not go with": lambda x, w: _call(x, w, code="int8"),
     "x has 48 columns": lambda x, w: _call(x[:, :48], w),
-    "do not fit x": lambda x, w: _call(x[:, :32], w),
+    "do not fit 32 columns": lambda x, w: _call(x[:, :32], w),
     "scale .* does not fit codes": lambda x, w: _call(x, dataclasses.replace(w, scale=w.scale[1:])),
     "scale \\[8, 2\\] .* does not fit codes": lambda x, w: _call(
         x, dataclasses.replace(w, scale=w.scale.astype(jnp.int32))
@@ -215,6 +154,7 @@ BAD_CALLS = {
     "does not go with .* and a codebook": lambda x, w: _call(
         x, dataclasses.replace(w, codebook=jnp.ones(16))
     ),
+    "in blocks of 16": lambda x, w: _call(x, w, row_block=16),
     "the result is": lambda x, w: _call(x, w, num_out=9),
 }
 

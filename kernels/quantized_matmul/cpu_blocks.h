@@ -1,0 +1,59 @@
+// Weights in blocks of sixteen rows, as `Layout(row_block=16)` has them: a register holds the same
+// columns of sixteen rows, so that scales are vectors and no sum crosses lanes.
+//
+// Of every 32 columns a row has 16 bytes (4-bit codes, as ggml packs them) or 32 (8-bit codes);
+// row r's dword j lies in lane r of the block's register j, its two middle bytes exchanged. So the
+// low and the high half of a lane hold neighbouring columns, which is how bfloat16 products take
+// their operands: a pair of columns for sixteen rows comes from one shift and one look-up.
+//
+// Scales and offsets of a block are [groups, 16].
+#pragma once
+
+#include <stdint.h>
+
+#include "cpu_product.h"
+
+namespace jaxinfer {
+
+constexpr int64_t kBlockRows = 16;
+constexpr int64_t kTokenTile = 16;
+constexpr int64_t kSumColumns = 16;
+
+// Tokens rounded to bfloat16. Of whole tiles, but of fewer tokens than a tile just those.
+inline int64_t packed_tokens(int64_t num_tokens) {
+  return num_tokens <= kTokenTile ? num_tokens
+                                  : (num_tokens + kTokenTile - 1) / kTokenTile * kTokenTile;
+}
+
+struct Bfloat16Tokens {
+  uint16_t* rows;  // [packed_tokens, num_columns]
+  float* sums;     // [packed_tokens, num_columns / kSumColumns], of the rounded numbers
+};
+
+// Floats of memory for both arrays.
+inline int64_t packed_floats(int64_t num_tokens, int64_t num_columns) {
+  return packed_tokens(num_tokens) * (num_columns / 2 + num_columns / kSumColumns);
+}
+
+inline Bfloat16Tokens packed_at(float* memory, int64_t num_tokens, int64_t num_columns) {
+  auto* const rows = reinterpret_cast<uint16_t*>(memory);
+  return {rows, memory + packed_tokens(num_tokens) * num_columns / 2};
+}
+
+struct BlockLoops {
+  // Rounds one token of `size` columns, a multiple of 16.
+  void (*pack)(const float* token, int64_t size, uint16_t* row, float* sums);
+  // As MultiplyRows; `first_row` begins a block. Products of bfloat16 tokens with the codes as they
+  // are, summed in float32 within a group, before its scale.
+  void (*multiply)(const Product& p, const Bfloat16Tokens& tokens, int64_t first_row,
+                   int64_t last_row);
+};
+
+#if defined(__x86_64__)
+extern const BlockLoops block_loops_avx512bf16;
+extern const BlockLoops block_loops_amx;
+// float32 tokens `p.x` with weights in float32.
+MultiplyRows multiply_blocks_avx512;
+#endif
+
+}  // namespace jaxinfer

@@ -1,0 +1,73 @@
+// What multiplies tokens by a quantized matrix with one instruction set.
+#pragma once
+
+#include <algorithm>
+
+#include "../cpp/instruction_sets.h"
+#include "cpu_blocks.h"
+#include "cpu_product.h"
+
+namespace jaxinfer {
+
+struct Multipliers {
+  MultiplyRows* rows;
+  MultiplyRows* blocks;              // null, as the next, where weights are never in blocks
+  const BlockLoops* rounded_blocks;  // null where bfloat16 products are not faster
+
+  // `rounded` are p's tokens in bfloat16, for weights in blocks; null to multiply `p.x`.
+  void multiply(const Product& p, const Bfloat16Tokens* rounded, int64_t first_row,
+                int64_t last_row) const {
+    if (!p.in_blocks) return rows(p, first_row, last_row);
+    if (!rounded) return blocks(p, first_row, last_row);
+    rounded_blocks->multiply(p, *rounded, first_row, last_row);
+  }
+};
+
+// Rows that a thread takes at a time: whole cache lines of the result, few enough that one thread
+// that is held up does not hold up all. With few tokens many: rows that follow each other are
+// fetched ahead. With many, so few that they stay in the second-level cache.
+inline int64_t rows_per_chunk(int64_t num_rows, int64_t num_tokens, int64_t num_threads) {
+  constexpr int64_t kChunksPerThread = 4, kRowsOfALine = 16;
+  const int64_t most = num_tokens < kTokenTile ? 512 : 64;
+  const int64_t even = std::min(num_rows / (num_threads * kChunksPerThread), most);
+  return std::max(even / kRowsOfALine, int64_t{1}) * kRowsOfALine;
+}
+
+inline Multipliers multipliers_portable() { return {multiply_rows_portable, nullptr, nullptr}; }
+#if defined(__x86_64__)
+inline Multipliers multipliers_avx2() { return {multiply_rows_avx2, nullptr, nullptr}; }
+#if defined(JAXINFER_HAS_BLOCKS)
+inline Multipliers multipliers_avx512() {
+  return {multiply_rows_avx512, multiply_blocks_avx512, nullptr};
+}
+inline Multipliers multipliers_avx512bf16() {
+  return {multiply_rows_avx512, multiply_blocks_avx512, &block_loops_avx512bf16};
+}
+inline Multipliers multipliers_amx() {
+  return {multiply_rows_avx512, multiply_blocks_avx512, &block_loops_amx};
+}
+#else
+// The compiler had none of it: no machine runs these sets, and no weights are in blocks.
+inline Multipliers multipliers_avx512() { return {multiply_rows_avx512, nullptr, nullptr}; }
+inline Multipliers multipliers_avx512bf16() { return multipliers_avx512(); }
+inline Multipliers multipliers_amx() { return multipliers_avx512(); }
+#endif
+#endif
+
+inline Multipliers find_best_multipliers() {
+#if defined(__x86_64__)
+  if (runs_here("amx")) return multipliers_amx();
+  if (runs_here("avx512bf16")) return multipliers_avx512bf16();
+  if (runs_here("avx512")) return multipliers_avx512();
+  if (runs_here("avx2")) return multipliers_avx2();
+#endif
+  return multipliers_portable();
+}
+
+// Asked when a program runs, not when it is compiled: it may come from another machine's cache.
+inline Multipliers multipliers_best() {
+  static const Multipliers best = find_best_multipliers();
+  return best;
+}
+
+}  // namespace jaxinfer
