@@ -192,6 +192,12 @@ def _parser(command: list[str]) -> argparse.ArgumentParser:
 
         plan_cli.add_arguments(plan)
         add_settings(plan, EngineConfig)
+    profile = _add_command(commands, "profile", "say where a step's time goes", _profile)
+    if command == ["profile"]:
+        from jaxinfer import profile_cli
+
+        profile_cli.add_arguments(profile)
+        add_settings(profile, EngineConfig)
     _add_command(commands, "doctor", "print versions, devices and caches", _doctor)
     return parser
 
@@ -219,6 +225,15 @@ def _bench(args: argparse.Namespace) -> int:
     config = bench.engine_config(engine, args)
     prepare_process(config)
     return bench.run(config, args)
+
+
+def _profile(args: argparse.Namespace) -> int:
+    from jaxinfer import profile_cli
+
+    engine, _ = configs_from(args)
+    config = profile_cli.engine_config(engine, args)
+    prepare_process(config, "warning" if args.json else "info")
+    return profile_cli.run(config, args)
 
 
 def _eval(args: argparse.Namespace) -> int:

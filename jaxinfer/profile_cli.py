@@ -1,0 +1,84 @@
+"""`jaxinfer profile`: time and bytes of a decode and a prefill step, by kind of operation."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import replace
+
+from jaxinfer import cpu
+from jaxinfer.compilation_cache import set_compilation_cache
+from jaxinfer.config import ConfigError, EngineConfig
+from jaxinfer.machine import versions
+from jaxinfer.model_loading import load_model
+from jaxinfer.startup import assemble_engine, open_model
+from jaxinfer.step_profile import WARM_STEPS, Profiler, Traffic
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the flags of `jaxinfer profile` beside those of the engine."""
+    for flag, default, about in (
+        ("--concurrency", 1, "sequences that a step decodes"),
+        ("--prompt-tokens", 64, "tokens of each one's prompt"),
+        ("--prefill-tokens", 512, "tokens of the prefill step"),
+        ("--steps", 32, "decode steps to average"),
+    ):
+        help_text = f"{about} (default: {default})"
+        parser.add_argument(flag, type=_positive, default=default, metavar="N", help=help_text)
+    parser.add_argument("--json", action="store_true", help="print only one JSON object")
+
+
+def engine_config(config: EngineConfig, args: argparse.Namespace) -> EngineConfig:
+    """Returns how to load the model: as asked, with room for what is measured.
+
+    Raises:
+      ConfigError: the context that was asked for is too short for it.
+    """
+    generated = (WARM_STEPS + 2 * args.steps + 4) * config.decode_steps
+    length = max(args.prompt_tokens + generated, args.prefill_tokens + 1)
+    if config.max_model_len is not None and config.max_model_len < length:
+        raise ConfigError(
+            f"max_model_len is {config.max_model_len}, and what is measured needs {length}; "
+            "leave it out, or lower --prompt-tokens, --steps or --prefill-tokens"
+        )
+    return replace(
+        config,
+        max_num_seqs=args.concurrency,
+        max_model_len=config.max_model_len or length,
+        max_num_batched_tokens=max(args.prefill_tokens, args.concurrency),
+        max_prefill_chunk_tokens=args.prefill_tokens,
+        max_queued_requests=args.concurrency,
+    )
+
+
+def run(config: EngineConfig, args: argparse.Namespace) -> int:
+    """Prints what both steps take and returns the exit code.
+
+    Raises:
+      ValueError: the model cannot be used, or its context is too short for what is measured.
+    """
+    cpu.set_num_threads(config.num_threads)
+    _, checkpoint, tokenizer = open_model(config)
+    set_compilation_cache(config.compilation_cache_dir)
+    progress = not args.json
+    model, groups = load_model(config, checkpoint, progress)
+    engine = assemble_engine(config, model, groups, tokenizer, frozenset(), progress)
+    profiler = Profiler(engine, Traffic.of(model, groups, engine))
+    steps = [
+        profiler.decode(args.concurrency, args.prompt_tokens, args.steps),
+        profiler.prefill(args.prefill_tokens),
+    ]
+    if args.json:
+        device = model.context.mesh.devices.flat[0].device_kind
+        found = {"steps": [step.as_json() for step in steps], "device": device}
+        print(json.dumps({**found, "versions": versions()}))
+    else:
+        print("\n\n".join(step.table() for step in steps))
+    return 0
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1 (got {value})")
+    return value
