@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from types import ModuleType
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxinfer import cpu
 from jaxinfer.checkpoint import Checkpoint
 from jaxinfer.checkpoint.checkpoint import TensorInfo
 from jaxinfer.config import ConfigError, EngineConfig
-from jaxinfer.memory_check import check_memory, free_bytes
-from jaxinfer.memory_plan import Platform
+from jaxinfer.memory_plan import Platform, check_plan, make_plan
 from jaxinfer.models import load_model_module
 from jaxinfer.nn.config import DecoderConfig, KVGroup
 from jaxinfer.nn.context import ModelContext
 from jaxinfer.nn.decoder import CausalLM
+from jaxinfer.platforms import free_bytes, make_platform, why_not_quantized
 from jaxinfer.quant_choice import decide_quant
-from jaxinfer.quantization import AUTO, QuantScheme, make_scheme
-from jaxinfer.runner.loader import check_tensors, load_weights, make_abstract_model
+from jaxinfer.quantization import AUTO, make_scheme
+from jaxinfer.runner.loader import (
+    abstract_weights,
+    check_tensors,
+    load_weights,
+    make_abstract_model,
+)
 from kernels import paged_attention, quantized_matmul
-from kernels.quantized_matmul import cpu as native_matmul
 from kernels.quantized_matmul.format import GROUP_SIZES
 
 logger = logging.getLogger(__name__)
@@ -48,10 +55,31 @@ def make_mesh(tensor_parallel: int, allow_fewer: bool = False) -> Mesh:
     return Mesh(np.array(devices[:tensor_parallel]).reshape(1, -1), ("data", "tensor"))
 
 
-def load_model(
-    config: EngineConfig, checkpoint: Checkpoint, progress: bool
-) -> tuple[CausalLM, tuple[KVGroup, ...]]:
-    """Returns the filled model and its KV groups."""
+@dataclass(frozen=True, slots=True)
+class PreparedModel:
+    """A model with its weights, or with their dtypes, shapes and shardings and how to get them.
+
+    Attributes:
+      model: filled, or abstract where there is `fill`.
+      groups: its KV groups.
+      fill: loads the weights into the model; None where they are there.
+    """
+
+    model: CausalLM
+    groups: tuple[KVGroup, ...]
+    fill: Callable[[], None] | None = None
+
+
+def prepare_model(config: EngineConfig, checkpoint: Checkpoint, progress: bool) -> PreparedModel:
+    """Returns the model, without its weights yet where programs are to be compiled before.
+
+    On a CPU they are: compilers need memory where the weights will lie. Elsewhere what the weights
+    leave decides the size of the KV pool, which programs depend on. Weights also come first where
+    their format is not certain before they are read.
+
+    Raises:
+      ValueError: the checkpoint or the configuration cannot be used.
+    """
     module = load_model_module(checkpoint.model_type)
     model_config = module.Config.from_hf(checkpoint.hf_config)
     mesh = make_mesh(config.tensor_parallel, config.allow_fewer_devices)
@@ -59,49 +87,94 @@ def load_model(
     # What can be refused at once is, before seconds or minutes of loading.
     for flag, op in (("attention", paged_attention), ("matmul", quantized_matmul)):
         _check_implementation(flag, getattr(config, flag), op.IMPLEMENTATIONS, platform)
-    config = _with_quant(config, mesh, checkpoint.tensor_infos)
-    scheme = None if config.quant is None else make_scheme(config.quant, config.quant_group_size)
+    infos = checkpoint.tensor_infos
+    free = free_bytes(list(mesh.devices.flat), config.gpu_memory_utilization)
+    config = _with_quant(config, infos, mesh, free)
     context_length(config, model_config)
-    context = _context(config, mesh, scheme, tuple(checkpoint.tensor_infos.values()))
-    model = make_abstract_model(module, model_config, context)
-    shapes = {name: info.shape for name, info in checkpoint.tensor_infos.items()}
-    try:
-        check_tensors(model, module, shapes)
-        check_memory(config, model, checkpoint.tensor_infos)
+    where = _platform(config, infos, mesh, free)
+    model = make_abstract_model(module, model_config, _context(config, mesh, where, infos))
+    with _naming(checkpoint):
+        check_tensors(model, module, {name: info.shape for name, info in infos.items()})
+        _check_memory(config, model_config, infos, None if free is None else where)
+    fill = partial(_fill, model, module, checkpoint, progress)
+    groups = module.kv_groups(model_config)
+    if platform != "cpu" or not all(info.is_certain for info in infos.values()):
+        fill()
+        return PreparedModel(model, groups)
+    with _naming(checkpoint):
+        abstract_weights(model, module, {name: info.codes for name, info in infos.items()})
+    return PreparedModel(model, groups, fill)
+
+
+def load_model(
+    config: EngineConfig, checkpoint: Checkpoint, progress: bool
+) -> tuple[CausalLM, tuple[KVGroup, ...]]:
+    """Returns the filled model and its KV groups; raises as `prepare_model`."""
+    prepared = prepare_model(config, checkpoint, progress)
+    if prepared.fill is not None:
+        prepared.fill()
+    return prepared.model, prepared.groups
+
+
+def _fill(model: CausalLM, module: ModuleType, checkpoint: Checkpoint, progress: bool) -> None:
+    with _naming(checkpoint):
         load_weights(model, module, checkpoint.tensors(progress))
+
+
+def _check_memory(
+    config: EngineConfig,
+    model: DecoderConfig,
+    infos: Mapping[str, TensorInfo],
+    where: Platform | None,
+) -> None:
+    """Logs what the model will take; no check where a device does not tell its memory.
+
+    Raises:
+      ConfigError: it does not fit; names what would.
+    """
+    if where is None:
+        logger.warning("the device does not tell its memory: nothing is planned")
+        return
+    plan = make_plan(config, model, infos, where)
+    check_plan(plan, config, model, infos, where)
+    logger.info("memory plan:\n%s", plan.table())
+
+
+@contextmanager
+def _naming(checkpoint: Checkpoint) -> Iterator[None]:
+    """Adds the checkpoint's path to what is wrong with it."""
+    try:
+        yield
     except ValueError as error:
         error.add_note(f"checkpoint: {checkpoint.path}")
         raise
-    return model, module.kv_groups(model_config)
 
 
 def _context(
-    config: EngineConfig, mesh: Mesh, scheme: QuantScheme | None, infos: Sequence[TensorInfo]
+    config: EngineConfig, mesh: Mesh, where: Platform, infos: Mapping[str, TensorInfo]
 ) -> ModelContext:
-    """Decides dtypes, and whether the checkpoint's quantized matrices can stay as they are."""
-    platform = mesh.devices.flat[0].platform
-    dtype, weight_dtype = dtypes(config, platform, infos)
-    stored = [info for info in infos if info.loaded_bytes is not None]
-    keeps_quantized = can_keep_quantized(platform)
-    if stored and scheme is None and not keeps_quantized:
+    """Says what the model is to know of where it runs; warns where codes cannot stay codes."""
+    scheme = None if config.quant is None else make_scheme(config.quant, config.quant_group_size)
+    stored = [info for info in infos.values() if info.codes is not None]
+    if stored and scheme is None and not where.keeps_quantized:
         kept = sum(info.loaded_bytes or 0 for info in stored)
-        floats = sum(np.prod(info.shape) * weight_dtype.itemsize for info in stored)
+        floats = sum(np.prod(info.shape) * where.weight_dtype.itemsize for info in stored)
         logger.warning(
             "%s: the quantized weights become %s, which costs %.0f MB more",
-            native_matmul.unavailable(),
-            weight_dtype.name,
+            why_not_quantized(where.name),
+            where.weight_dtype.name,
             (floats - kept) / 1e6,
         )
     return ModelContext(
         mesh=mesh,
-        platform=platform,
-        dtype=dtype,
-        weight_dtype=weight_dtype,
+        platform=where.name,
+        dtype=where.dtype,
+        weight_dtype=where.weight_dtype,
         precision="highest" if config.exact else None,
         attention=config.attention,
         matmul=config.matmul,
         quant=scheme,
-        keeps_quantized=keeps_quantized,
+        keeps_quantized=where.keeps_quantized,
         stored_group_size=_stored_group_size(stored, mesh),
     )
 
@@ -114,37 +187,6 @@ def _stored_group_size(stored: Sequence[TensorInfo], mesh: Mesh) -> int:
     # On a TPU rows are lanes: of other widths they would be copied at every call.
     sizes = [info.group_size for info in stored if info.group_size in GROUP_SIZES]
     return max(GROUP_SIZES) if platform == "tpu" else max([1, *filter(None, sizes)])
-
-
-def can_keep_quantized(platform: str) -> bool:
-    """Whether something multiplies by codes there: on CPUs only the C++ kernel does."""
-    return platform != "cpu" or native_matmul.is_available()
-
-
-def dtypes(
-    config: EngineConfig, platform: str, infos: Iterable[TensorInfo]
-) -> tuple[np.dtype, np.dtype]:
-    """Dtypes of activations and of weights; they differ only where "auto" chooses on a CPU.
-
-    Codes of a checkpoint that cannot stay codes become float32: nothing is rounded a second time.
-
-    XLA:CPU multiplies bfloat16 matrices 5 to 9 times faster than float32 where the CPU has the
-    instructions, and 10 times slower where it has not; everything else it does best in float32.
-    """
-    bfloat16, float32 = np.dtype(jax.numpy.bfloat16), np.dtype(np.float32)
-    if config.exact:
-        return float32, float32
-    if config.dtype != "auto":
-        dtype = np.dtype(jax.numpy.dtype(config.dtype))
-        return dtype, dtype
-    if platform != "cpu":
-        return bfloat16, bfloat16
-    is_kept = config.quant is None or config.quant.lower() == AUTO
-    holds_codes = any(info.loaded_bytes is not None for info in infos)
-    if is_kept and holds_codes and not can_keep_quantized(platform):
-        return float32, float32
-    has_products = {"avx512_bf16", "amx_bf16", "bf16"} & set(cpu.features().split())
-    return float32, bfloat16 if has_products else float32
 
 
 def context_length(config: EngineConfig, model_config: DecoderConfig) -> int:
@@ -173,18 +215,21 @@ def _check_implementation(
         )
 
 
-def _with_quant(config: EngineConfig, mesh: Mesh, infos: Mapping[str, TensorInfo]) -> EngineConfig:
+def _with_quant(
+    config: EngineConfig, infos: Mapping[str, TensorInfo], mesh: Mesh, free: int | None
+) -> EngineConfig:
     """Returns the configuration with `auto` decided; warns where quantization costs time.
+
+    Args:
+      free: bytes of each device, None where they do not tell.
 
     Raises:
       ConfigError: there is no such scheme, or `auto` has nothing to decide by.
     """
-    platform = mesh.devices.flat[0].platform
-    unavailable = native_matmul.unavailable() if platform == "cpu" else None
-    free = free_bytes(list(mesh.devices.flat), config.gpu_memory_utilization)
     if free is None and config.quant is not None and config.quant.lower() == AUTO:
         raise ConfigError("quant auto: the device does not tell its memory; name a scheme")
-    where = Platform(platform, mesh.size, free or 0, *dtypes(config, platform, infos.values()))
+    where = _platform(config, infos, mesh, free)
+    unavailable = why_not_quantized(where.name)
     config = decide_quant(config, infos, where, unavailable)
     if config.quant is not None and unavailable is not None:
         logger.warning(
@@ -194,3 +239,10 @@ def _with_quant(config: EngineConfig, mesh: Mesh, infos: Mapping[str, TensorInfo
             unavailable,
         )
     return config
+
+
+def _platform(
+    config: EngineConfig, infos: Mapping[str, TensorInfo], mesh: Mesh, free: int | None
+) -> Platform:
+    name = mesh.devices.flat[0].platform
+    return make_platform(config, name, mesh.size, free or 0, infos.values())

@@ -11,10 +11,11 @@ from jaxinfer.checkpoint import open_checkpoint, resolve_model
 from jaxinfer.checkpoint.checkpoint import TensorInfo
 from jaxinfer.config import ConfigError, EngineConfig, parse_bytes
 from jaxinfer.memory_plan import Platform, check_plan, make_plan
-from jaxinfer.model_loading import can_keep_quantized, context_length, dtypes
+from jaxinfer.model_loading import context_length
 from jaxinfer.models import load_model_module
+from jaxinfer.platforms import free_bytes, make_platform, why_not_quantized
 from jaxinfer.quant_choice import decide_quant
-from kernels.quantized_matmul import cpu as native_matmul
+from jaxinfer.runner.kv_cache import available_memory
 
 EXIT_FITS = 0
 EXIT_DOES_NOT_FIT = 1
@@ -52,8 +53,7 @@ def run(config: EngineConfig, args: argparse.Namespace) -> int:
     context_length(config, model)
     infos = checkpoint.tensor_infos
     where = _platform(config, args, infos)
-    unavailable = None if where.keeps_quantized else native_matmul.unavailable()
-    config = decide_quant(config, infos, where, unavailable)
+    config = decide_quant(config, infos, where, why_not_quantized(where.name))
     plan = make_plan(config, model, infos, where)
     problem = None
     try:
@@ -81,21 +81,15 @@ def _platform(
     if name is None or (free is None and name != "cpu"):
         name, free = _here(config, name, free)
     elif free is None:
-        from jaxinfer.runner.kv_cache import available_memory
-
         free = available_memory()
     elif name != "cpu":
         free = int(free * config.gpu_memory_utilization)
-    dtype, weight_dtype = dtypes(config, name, infos.values())
-    keeps_quantized = can_keep_quantized(name)
-    return Platform(name, config.tensor_parallel, free, dtype, weight_dtype, keeps_quantized)
+    return make_platform(config, name, config.tensor_parallel, free, infos.values())
 
 
 def _here(config: EngineConfig, name: str | None, free: int | None) -> tuple[str, int]:
     """The platform of this machine, and the free memory of its devices unless it was given."""
     import jax
-
-    from jaxinfer.memory_check import free_bytes
 
     devices = jax.devices()
     found = devices[0].platform

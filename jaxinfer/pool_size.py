@@ -14,7 +14,8 @@ from jaxinfer.nn.config import DecoderConfig, num_cache_kv_heads
 from jaxinfer.nn.decoder import CausalLM
 from jaxinfer.runner.buckets import Ladders
 from jaxinfer.runner.compile_watch import CompileWatch
-from jaxinfer.runner.kv_cache import CacheSpec, cpu_pool_bytes, default_page_size
+from jaxinfer.runner.kv_cache import CacheSpec, available_memory, cpu_pool_bytes, default_page_size
+from jaxinfer.runner.loader import bytes_to_load
 from jaxinfer.runner.model_runner import ModelRunner, RunnerConfig
 from kernels import paged_attention
 
@@ -131,7 +132,7 @@ def _free_bytes(
 ) -> int:
     """Bytes for the KV cache: on accelerators what weights and temporaries leave."""
     if runner.cache.platform == "cpu":
-        return cpu_pool_bytes()
+        return cpu_pool_bytes(max(0, available_memory() - bytes_to_load(model)))
     device = model.context.mesh.devices.flat[0]
     stats: Mapping[str, int] | None = device.memory_stats()
     if not stats or "bytes_limit" not in stats:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import ml_dtypes
 import numpy as np
 
 NIBBLE_CHUNK = 32
@@ -100,6 +101,38 @@ class QuantizedArray:
         if self.codebook is not None:
             return self.codebook.astype(np.float32).take(nibbles)
         return nibbles.view(np.int8) - np.int8(_SIGNED_BIAS) if self.code == "int4" else nibbles
+
+
+def abstract_array(
+    shape: tuple[int, int],
+    code: Literal["int8", "fp8", "int4", "uint4"],
+    group_size: int,
+    scale_dtype: np.dtype[Any],
+    *,
+    has_offset: bool = False,
+    codebook: np.ndarray | None = None,
+    has_perm: bool = False,
+    activations: Literal["float", "int8"] = "float",
+) -> QuantizedArray:
+    """Returns a matrix of dtypes and shapes: its arrays are one zero each, repeated."""
+    rows, columns = shape
+
+    def zeros(size: tuple[int, ...], dtype: Any) -> np.ndarray:
+        return np.broadcast_to(np.zeros((), dtype), size)
+
+    is_4bit = code in ("int4", "uint4")
+    code_dtype = {"int8": np.int8, "fp8": ml_dtypes.float8_e4m3fn}.get(code, np.uint8)
+    groups = (rows, columns // group_size)
+    return QuantizedArray(
+        zeros((rows, columns // 2 if is_4bit else columns), code_dtype),
+        zeros(groups, scale_dtype),
+        zeros(groups, scale_dtype) if has_offset else None,
+        codebook,
+        zeros((columns,), np.int32) if has_perm else None,
+        code=code,
+        group_size=group_size,
+        activations=activations,
+    )
 
 
 def aligned_empty(

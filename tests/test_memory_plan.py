@@ -9,12 +9,13 @@ import pytest
 from checkpoint.builders import tiny_gguf
 from tiny_engine import CONTEXT, MAX_NUM_SEQS, shared, tiny_model
 
-from jaxinfer import cli, memory_check, memory_plan
+from jaxinfer import cli, memory_plan, model_loading
 from jaxinfer.checkpoint.checkpoint import TensorInfo
 from jaxinfer.config import ConfigError, EngineConfig
 from jaxinfer.memory_plan import Platform, check_plan, make_plan, step_bytes
 from jaxinfer.models import load_model_module
 from jaxinfer.pool_size import GRAIN, make_cache_spec
+from jaxinfer.quantized_array import abstract_array
 from jaxinfer.runner.loader import expected_shapes, parameters
 from jaxinfer.testing import LLAMA_8B
 
@@ -117,7 +118,8 @@ class TestTheSums:
 
     def test_quantized_matrices_of_the_file(self):
         name = "model.layers.0.mlp.up_proj.weight"
-        stored = INFOS | {name: dataclasses.replace(INFOS[name], loaded_bytes=1000, group_size=32)}
+        codes = abstract_array((14336, 4096), "int4", 32, np.dtype(np.float16))
+        stored = INFOS | {name: dataclasses.replace(INFOS[name], codes=codes)}
         where = a_gpu(40 * GIB)
         plain, kept, floats = (
             make_plan(EngineConfig(), LLAMA, infos, place).weight_bytes
@@ -127,7 +129,7 @@ class TestTheSums:
                 (stored, dataclasses.replace(where, keeps_quantized=False)),
             )
         )
-        assert plain - kept == 14336 * 4096 * 2 - 1000
+        assert plain - kept == 14336 * 4096 * 2 - 14336 * 4096 * (16 + 2) // 32
         assert floats == plain
 
     def test_a_tied_head_is_not_loaded(self):
@@ -202,10 +204,13 @@ class TestAgainstWhatThereIs:
         num_pages=MAX_NUM_SEQS * CONTEXT // 4,
     )
 
-    def test_temporaries(self):
+    @staticmethod
+    def cpu(free):
         float32 = np.dtype(np.float32)
-        where = Platform("cpu", 1, GIB, float32, float32)
-        estimate = step_bytes(self.CONFIG, tiny_model()[0].config, where)
+        return Platform("cpu", 1, free, float32, float32)
+
+    def test_temporaries(self):
+        estimate = step_bytes(self.CONFIG, tiny_model()[0].config, self.cpu(GIB))
         widest = max(shared().engine.runner.memory_analysis().values())
         # Beside those of a real model, which grow with its sizes, there are always some.
         assert estimate / 3 < widest < estimate * 3 + 2**19
@@ -213,25 +218,24 @@ class TestAgainstWhatThereIs:
     def test_weights_and_pages(self):
         model, _ = tiny_model()
         infos = tiny_tensors(model)
-        float32 = np.dtype(np.float32)
-        plan = make_plan(
-            self.CONFIG, model.config, infos, Platform("cpu", 1, GIB, float32, float32)
-        )
+        plan = make_plan(self.CONFIG, model.config, infos, self.cpu(GIB))
         assert plan.weight_bytes == sum(p.get_value().nbytes for _, p in parameters(model))
         runner = shared().engine.runner
         assert plan.page_bytes == runner.config.cache.page_bytes
         assert plan.pool_tokens == (runner.config.num_pages - 1) * 4
         assert plan.max_model_len == runner.config.max_model_len
 
-    def test_start_up_prints_it_or_refuses(self, monkeypatch, caplog):
+    def test_start_up_prints_it_or_refuses(self, caplog):
         caplog.set_level("INFO", "jaxinfer")
         model, _ = tiny_model()
         infos = tiny_tensors(model)
-        memory_check.check_memory(EngineConfig(exact=True), model, infos)
+        config = EngineConfig(exact=True)
+        model_loading._check_memory(config, model.config, infos, self.cpu(GIB))
         assert "memory plan:\n  weights " in caplog.text
-        monkeypatch.setattr(memory_check, "available_memory", lambda: 10**6)
         with pytest.raises(ConfigError, match=r"does not fit: .* but 1 MB are free"):
-            memory_check.check_memory(EngineConfig(exact=True), model, infos)
+            model_loading._check_memory(config, model.config, infos, self.cpu(10**6))
+        model_loading._check_memory(config, model.config, infos, None)
+        assert "nothing is planned" in caplog.text
 
 
 class TestTheCommand:

@@ -23,12 +23,14 @@ from jaxinfer.quantization import (
     tensor_format,
     weight_bytes,
 )
+from jaxinfer.quantized_array import abstract_array
 from kernels.quantized_matmul import FORMATS, prepare, quantize
 
 LAYER = "model.layers.0.self_attn.q_proj.weight"
 SIZES = {None: 8 * 10**9, "int8": 4 * 10**9, "int4": 2 * 10**9}
 PLAIN = TensorInfo(LAYER, (256, 1024), "F32", 4 * 256 * 1024)
-STORED = TensorInfo(LAYER, (256, 1024), "Q4_1", 5 * 2**15, loaded_bytes=5 * 2**15, group_size=32)
+CODES = abstract_array((256, 1024), "uint4", 32, np.dtype(np.float16), has_offset=True)
+STORED = TensorInfo(LAYER, (256, 1024), "Q4_1", CODES.num_bytes, CODES)
 
 
 class TestNames:

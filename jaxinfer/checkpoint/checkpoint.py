@@ -32,16 +32,27 @@ class TensorInfo:
       shape: its logical shape, `[O, I]` for a matrix.
       dtype: the stored type by the format's own name, such as `BF16` or `Q4_K`.
       num_bytes: its size in the file.
-      loaded_bytes: of a quantized matrix, the bytes of its QuantizedArray; None for plain floats.
-      group_size: of a quantized matrix, the weights per scale; None for plain floats.
+      codes: of a quantized matrix, the QuantizedArray it will be, abstract; None for plain floats.
+      is_certain: it will be exactly that. Else only the data tells that offsets are not needed, or
+        in which order columns are.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     num_bytes: int
-    loaded_bytes: int | None = None
-    group_size: int | None = None
+    codes: QuantizedArray | None = None
+    is_certain: bool = True
+
+    @property
+    def loaded_bytes(self) -> int | None:
+        """Of a quantized matrix, the bytes of its codes, or more where it is not certain."""
+        return None if self.codes is None else self.codes.num_bytes
+
+    @property
+    def group_size(self) -> int | None:
+        """Of a quantized matrix, the weights per scale."""
+        return None if self.codes is None else self.codes.group_size
 
 
 @runtime_checkable

@@ -21,8 +21,8 @@ from jaxinfer.checkpoint.gguf_blocks import (
     GGML_TYPES,
     UNSUPPORTED_TYPE_NAMES,
     GgmlType,
+    abstract_blocks,
     decode_blocks,
-    decoded_bytes,
 )
 from jaxinfer.checkpoint.mapped_file import MappedFile
 from jaxinfer.quantized_array import QuantizedArray
@@ -70,17 +70,11 @@ class GgufTensor:
     num_bytes: int
 
     @property
-    def loaded_bytes(self) -> int | None:
-        """Bytes of the QuantizedArray it is read as, or None where it is read as floats."""
+    def codes(self) -> QuantizedArray | None:
+        """The QuantizedArray it is read as, abstract, or None where it is read as floats."""
         if self.ggml_type.format is None or len(self.shape) != 2:
             return None
-        return decoded_bytes(self.ggml_type, prod(self.shape))
-
-    @property
-    def group_size(self) -> int | None:
-        """Weights per scale of the QuantizedArray it is read as, else None."""
-        is_matrix = len(self.shape) == 2
-        return self.ggml_type.format.group_size if self.ggml_type.format and is_matrix else None
+        return abstract_blocks((self.shape[0], self.shape[1]), self.ggml_type)
 
 
 class GgufFile:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import ml_dtypes
 import numpy as np
 
-from jaxinfer.quantized_array import QuantizedArray, aligned_empty
+from jaxinfer.quantized_array import QuantizedArray, abstract_array, aligned_empty
 
 CHUNK_WEIGHTS = 1 << 18
 """Weights taken apart at a time, so that the intermediate arrays stay in a core's cache."""
@@ -58,13 +58,18 @@ class GgmlType:
     format: BlockFormat | None = None
 
 
-def decoded_bytes(ggml_type: GgmlType, num_weights: int) -> int:
-    """Returns the bytes of the QuantizedArray that so many weights of a quantized type become."""
+def abstract_blocks(shape: tuple[int, int], ggml_type: GgmlType) -> QuantizedArray:
+    """Returns what `decode_blocks` makes of a matrix, abstract."""
     made = ggml_type.format
     assert made is not None, ggml_type.name
-    scales = num_weights // made.group_size * made.scale_dtype.itemsize
-    codebook = 0 if made.codebook is None else made.codebook.nbytes
-    return num_weights * made.code_bits // 8 + scales * (1 + made.has_offset) + codebook
+    return abstract_array(
+        shape,
+        made.code,
+        made.group_size,
+        made.scale_dtype,
+        has_offset=made.has_offset,
+        codebook=made.codebook,
+    )
 
 
 def decode_blocks(blocks: np.ndarray, ggml_type: GgmlType, num_rows: int) -> QuantizedArray:

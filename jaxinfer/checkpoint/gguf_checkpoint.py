@@ -58,8 +58,7 @@ class GgufCheckpoint:
                 tensor.shape,
                 tensor.ggml_type.name,
                 tensor.num_bytes,
-                tensor.loaded_bytes,
-                tensor.group_size,
+                tensor.codes,
             )
             for name, (_, tensor) in self._stored.items()
         }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fnmatch
 import logging
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import ModuleType
@@ -20,7 +21,7 @@ from jaxinfer.nn.context import ModelContext
 from jaxinfer.nn.decoder import CausalLM
 from jaxinfer.nn.weights import Weight
 from jaxinfer.quantized_array import QuantizedArray
-from jaxinfer.runner.placement import HostTensor, PendingParameter, shape_of, shardings_of
+from jaxinfer.runner.placement import HostTensor, PendingParameter, expected_value, shape_of
 from kernels.quantized_matmul import QTensor, dequantize
 
 _logger = logging.getLogger(__name__)
@@ -102,15 +103,42 @@ def expected_shapes(model: CausalLM, module: ModuleType) -> dict[str, tuple[int,
     return {name: target.shape for name, target in _targets(model, module.WEIGHT_MAP).items()}
 
 
-def abstract_weights(model: CausalLM) -> None:
-    """Gives an abstract model's parameters their shardings: enough to compile its programs."""
-    for _, param in parameters(model):
-        sharded = jax.tree.map(
-            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-            param.get_value(),
-            shardings_of(param, model.context),
-        )
-        param.set_value(sharded)
+def abstract_weights(
+    model: CausalLM, module: ModuleType, codes: Mapping[str, QuantizedArray | None]
+) -> None:
+    """Gives an abstract model the dtypes, shapes and shardings that `load_weights` will.
+
+    That is enough to compile its programs.
+
+    Args:
+      model: abstract; changed in place.
+      module: the family's file.
+      codes: what the checkpoint's quantized tensors will be, abstract; None for floats.
+
+    Raises:
+      WeightError: a quantized tensor cannot be split over the mesh.
+    """
+    parts: dict[str, list[QuantizedArray | None]] = {}
+    for name, target in _targets(model, module.WEIGHT_MAP).items():
+        of_param = parts.setdefault(target.path, [None] * len(target.param.layout.parts))
+        of_param[target.part_idx] = None if target.offset else codes.get(name)
+    for path, param in parameters(model):
+        try:
+            param.set_value(expected_value(param, parts[path], model.context))
+        except ValueError as error:
+            raise WeightError(f"parameter {path}: {error}") from error
+
+
+def bytes_to_load(model: CausalLM) -> int:
+    """Returns the bytes of parameters that are abstract yet, on all devices together."""
+    leaves = jax.tree.leaves([param.get_value() for _, param in parameters(model)])
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape))
+        * leaf.sharding.num_devices
+        * leaf.dtype.itemsize
+        for leaf in leaves
+        if isinstance(leaf, jax.ShapeDtypeStruct)
+    )
 
 
 def init_random(model: CausalLM, seed: int) -> None:

@@ -82,7 +82,8 @@ class ModelRunner:
     """Runs planned steps of one model.
 
     Args:
-      model: filled; its logits may have more columns than `vocab_size`, which are never sampled.
+      model: filled, or abstract with the shardings of its weights until `take_weights` is called;
+        its logits may have more columns than `vocab_size`, which are never sampled.
       config: the shapes.
       vocab_size: ids that can be sampled, scored and biased.
       watch: counts compilations.
@@ -108,6 +109,7 @@ class ModelRunner:
         graphdef, weights = nnx.split(model)
         leaves, treedef = jax.tree.flatten(weights)
         self._params: tuple[jax.Array, ...] = tuple(leaves)
+        self._expected = jax.tree.map(_abstract, weights)
 
         def merge(params: tuple[jax.Array, ...]) -> Any:
             return nnx.merge(graphdef, jax.tree.unflatten(treedef, params))
@@ -152,6 +154,7 @@ class ModelRunner:
                 built.append(pool.submit(self._build, (kind, rung), lowered, run))
             for program in progress(built):
                 program.result()
+        host_memory.forget_compiler()
         if run:
             self.reset(0, SamplingParams(), frozenset(), [], 0)
             jax.block_until_ready(self._state)
@@ -173,9 +176,34 @@ class ModelRunner:
 
     def _build(self, key: tuple[str, int], lowered: Lowered, run: bool) -> None:
         self._executables[key] = lowered.compile()
+        del lowered
         host_memory.trim()
         if run:
             self.run_empty(*key)
+
+    def take_weights(self, model: nnx.Module) -> None:
+        """Uses the weights of the model that the runner was made from, which is filled now.
+
+        Raises:
+          RuntimeError: a weight is not what programs were compiled for; names both.
+        """
+        weights = nnx.split(model)[1]
+        expected = dict(jax.tree.leaves_with_path(self._expected))
+        found = dict(jax.tree.leaves_with_path(jax.tree.map(_abstract, weights)))
+        for path in expected | found:
+            if expected.get(path) != found.get(path):
+                raise RuntimeError(
+                    f"the weight {jax.tree_util.keystr(path)} was loaded as {found.get(path)}, but "
+                    f"programs were compiled for {expected.get(path)}; report this"
+                )
+        # What is not in the arrays, as the codes' meaning, is in the structure.
+        structures = [str(jax.tree.structure(tree)) for tree in (weights, self._expected)]
+        if structures[0] != structures[1]:
+            raise RuntimeError(
+                f"weights were loaded as {structures[0]}, but programs were compiled for "
+                f"{structures[1]}; report this"
+            )
+        self._params = tuple(jax.tree.leaves(weights))
 
     def run_empty(self, kind: str, rung: int) -> None:
         """Runs a program on no rows, which changes nothing."""
@@ -344,5 +372,5 @@ class ModelRunner:
         return results
 
 
-def _abstract(array: jax.Array) -> jax.ShapeDtypeStruct:
+def _abstract(array: jax.Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)

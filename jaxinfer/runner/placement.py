@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any, TypeAlias
 
 import jax
@@ -16,7 +17,9 @@ from jaxinfer.nn.matrix import MixedMatrix, specs_of
 from jaxinfer.nn.weights import RowLayout
 from jaxinfer.quantization import quantize_on_host
 from jaxinfer.quantized_array import NIBBLE_CHUNK, QuantizedArray, aligned_empty
-from kernels.quantized_matmul import LAYOUTS, QFormat, QTensor, prepare, quantize
+from kernels.quantized_matmul import LAYOUTS, QFormat, QTensor, cpu, prepare, quantize
+
+_WEIGHTS_AT_ONCE = 1 << 18  # laid out, so that they stay in a core's cache
 
 HostTensor: TypeAlias = np.ndarray | QuantizedArray
 
@@ -45,8 +48,7 @@ class PendingParameter:
                 return
             tensor = tensor.dequantize()
         if self._floats is None:
-            rounds = isinstance(self.param.get_value(), QTensor | MixedMatrix)
-            dtype = np.dtype(np.float32) if rounds else self.param.dtype
+            dtype = _float_dtype(self.param, self._context)
             self._floats = aligned_empty(shape_of(self.param), dtype, np.zeros)
         self._layout.place(self._floats, part_idx, tensor)
 
@@ -67,17 +69,8 @@ class PendingParameter:
         """Returns the array, the QTensor or the MixedMatrix that the parts make."""
         if not self._quantized:
             return self._floats
-        pieces, rows, first = [], [], 0
-        formats = [_format_of(self._quantized.get(i)) for i in range(len(self._layout.parts))]
-        while first < len(formats):
-            stop = first + 1
-            while stop < len(formats) and formats[stop] == formats[first]:
-                stop += 1
-            pieces.append(self._piece(first, stop))
-            slots = sum(part.slots for part in self._layout.parts[first:stop])
-            rows.append(slots * self._layout.slot_rows)
-            first = stop
-        return pieces[0] if len(pieces) == 1 else MixedMatrix(tuple(pieces), tuple(rows))
+        parts = [self._quantized.get(i) for i in range(len(self._layout.parts))]
+        return _matrix_of(parts, self._layout, self._piece)
 
     def _piece(self, first: int, stop: int) -> Any:
         """Returns one matrix of the parts `first` to `stop - 1`, which have one format."""
@@ -89,7 +82,7 @@ class PendingParameter:
             view = self._floats.reshape(layout.blocks, -1, layout.slot_rows, columns)
             return view[:, slots[0] : slots[1]].reshape(-1, columns)
         parts = [self._quantized.pop(i) for i in range(first, stop)]
-        return _join(parts, layout, columns)
+        return _join(parts, layout, columns, partial(_placed, parts, layout))
 
 
 def put_weight(param: nnx.Param, value: Any, context: ModelContext) -> None:
@@ -104,10 +97,52 @@ def put_weight(param: nnx.Param, value: Any, context: ModelContext) -> None:
         on_host = context.platform == "cpu"
         value = quantize_on_host(value, fmt) if on_host else _quantize(value, fmt, context.platform)
     elif isinstance(value, QTensor | MixedMatrix):
-        if param.split == "row":
-            _check_row_split(value, context.tensor_parallel)
+        _check_split(value, param.split, context.tensor_parallel)
         value = _prepared(value, context.platform)
+    if context.platform == "cpu" and context.mesh.size == 1:
+        value = _in_best_layout(value)
     param.set_value(jax.device_put(value, _shardings(value, param.split, context)))
+
+
+def expected_value(
+    param: nnx.Param, parts: Sequence[QuantizedArray | None], context: ModelContext
+) -> Any:
+    """Returns what a parameter will hold once it is filled: its arrays as ShapeDtypeStructs.
+
+    Args:
+      parts: what quantized ones of its checkpoint tensors will be, abstract; None for floats.
+
+    Raises:
+      ValueError: as `put_weight`, and where padding would have to cut a group.
+    """
+    layout, value = param.layout, param.get_value()
+    is_kept = context.keeps_quantized and param.get_metadata().get("fmt") is None
+    if is_kept and any(part is not None for part in parts):
+        columns = shape_of(param)[1]
+
+        def piece(first: int, stop: int) -> Any:
+            run = layout.run(first, stop)
+            of_run = [part for part in parts[first:stop] if part is not None]
+            if not of_run:
+                shape = (run.num_rows, columns)
+                return jax.ShapeDtypeStruct(shape, _float_dtype(param, context))
+            return _join(
+                of_run,
+                run,
+                columns,
+                lambda leaf, shape: jax.ShapeDtypeStruct(shape, leaf(of_run[0]).dtype),
+            )
+
+        value = _matrix_of(parts, layout, piece)
+        _check_split(value, param.split, context.tensor_parallel)
+        value = jax.eval_shape(partial(_prepared, platform=context.platform), value)
+    if context.platform == "cpu" and context.mesh.size == 1:
+        value = jax.eval_shape(_in_best_layout, value)
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        value,
+        _shardings(value, param.split, context),
+    )
 
 
 def shardings_of(param: nnx.Param, context: ModelContext) -> Any:
@@ -141,7 +176,69 @@ def _prepared(value: Any, platform: str) -> Any:
     return _prepare(value, platform)
 
 
+def _in_best_layout(value: Any) -> Any:
+    """Lays a host value's codes out for this CPU; a device's part of one would not be a weight.
+
+    A few rows at a time, in place where they may be written: a vocabulary is not held twice.
+    """
+    if isinstance(value, MixedMatrix):
+        return dataclasses.replace(value, pieces=tuple(map(_in_best_layout, value.pieces)))
+    if not isinstance(value, QTensor):
+        return value
+    layout = cpu.best_layout(value)
+    if layout == value.layout or not isinstance(value.qvalue, np.ndarray):
+        return prepare(value, layout)
+    arrays = {"qvalue": value.qvalue, "scale": value.scale, "offset": value.offset}
+    arrays = {name: _own(array) for name, array in arrays.items() if array is not None}
+    num_rows, columns = value.shape
+    step = max(_WEIGHTS_AT_ONCE // columns // layout.row_block, 1) * layout.row_block
+    for first in range(0, num_rows, step):
+        rows = {name: array[first : first + step] for name, array in arrays.items()}
+        part = prepare(dataclasses.replace(value, **rows), layout)
+        for name, of_rows in rows.items():
+            of_rows[:] = getattr(part, name)
+    return dataclasses.replace(value, **arrays, layout=layout)
+
+
+def _own(array: np.ndarray) -> np.ndarray:
+    """Returns an array that may be written and that XLA adopts, a copy where it must."""
+    if array.flags.writeable and not array.ctypes.data % 64:
+        return array
+    copy = aligned_empty(array.shape, array.dtype)
+    copy[:] = array
+    return copy
+
+
 _prepare: Callable[[QTensor, str], QTensor] = jax.jit(prepare, static_argnums=1)
+
+
+def _float_dtype(param: nnx.Param, context: ModelContext) -> np.dtype:
+    """Returns what float tensors become on the host: float32 where they will be quantized."""
+    if param.get_metadata().get("fmt") is not None:
+        return np.dtype(np.float32)
+    is_plain = not isinstance(param.get_value(), QTensor | MixedMatrix)
+    return np.dtype(param.dtype) if is_plain else context.weight_dtype
+
+
+def _matrix_of(
+    parts: Sequence[QuantizedArray | None], layout: RowLayout, piece: Callable[[int, int], Any]
+) -> Any:
+    """Returns one matrix where all parts have one format, else one for each run of such.
+
+    Args:
+      parts: None for a float one.
+      piece: makes the matrix of the parts from the first to before the last.
+    """
+    pieces, rows, first = [], [], 0
+    formats = [_format_of(part) for part in parts]
+    while first < len(formats):
+        stop = first + 1
+        while stop < len(formats) and formats[stop] == formats[first]:
+            stop += 1
+        pieces.append(piece(first, stop))
+        rows.append(sum(part.slots for part in layout.parts[first:stop]) * layout.slot_rows)
+        first = stop
+    return pieces[0] if len(pieces) == 1 else MixedMatrix(tuple(pieces), tuple(rows))
 
 
 def _format_of(part: QuantizedArray | None) -> object:
@@ -159,8 +256,20 @@ def _format_of(part: QuantizedArray | None) -> object:
     )
 
 
-def _join(parts: list[QuantizedArray], layout: RowLayout, columns: int) -> QTensor:
+_Leaf: TypeAlias = Callable[[QuantizedArray], np.ndarray]
+"""One of the arrays of a part."""
+
+
+def _join(
+    parts: Sequence[QuantizedArray],
+    layout: RowLayout,
+    columns: int,
+    place: Callable[[_Leaf, tuple[int, int]], Any],
+) -> QTensor:
     """Returns the matrix `[layout.num_rows, columns]` of parts of one format, padded with zeros.
+
+    Args:
+      place: makes an array of a shape from the same array of each part.
 
     Raises:
       ValueError: padding would have to cut a group.
@@ -176,23 +285,11 @@ def _join(parts: list[QuantizedArray], layout: RowLayout, columns: int) -> QTens
             f"to the {columns} that the tensor-parallel split asks for; use fewer devices"
         )
 
-    def placed(name: str) -> np.ndarray | None:
-        leaf = getattr(model, name)
-        if leaf is None:
-            return None
-        of_row = columns // group_size if name != "qvalue" else columns // (1 + model.is_4bit)
-        shape = (layout.num_rows, of_row)
-        if len(parts) == 1 and leaf.shape == shape:
-            return leaf  # nothing is fused, repeated or padded: a vocabulary is not held twice
-        buffer = aligned_empty(shape, leaf.dtype, np.zeros)
-        for part_idx, part in enumerate(parts):
-            layout.place(buffer, part_idx, getattr(part, name))
-        return buffer
-
+    groups = (layout.num_rows, columns // group_size)
     return QTensor(
-        placed("qvalue"),
-        placed("scale"),
-        placed("offset"),
+        place(attrgetter("qvalue"), (layout.num_rows, columns // (1 + model.is_4bit))),
+        place(attrgetter("scale"), groups),
+        None if model.offset is None else place(attrgetter("offset"), groups),
         model.codebook,
         model.perm,
         code=model.code,
@@ -202,8 +299,23 @@ def _join(parts: list[QuantizedArray], layout: RowLayout, columns: int) -> QTens
     )
 
 
-def _check_row_split(value: Any, devices: int) -> None:
+def _placed(
+    parts: Sequence[QuantizedArray], layout: RowLayout, leaf: _Leaf, shape: tuple[int, int]
+) -> np.ndarray:
+    """Returns an array of the whole matrix: those of the parts where the layout has them."""
+    first = leaf(parts[0])
+    if len(parts) == 1 and first.shape == shape:
+        return first  # nothing is fused, repeated or padded: a vocabulary is not held twice
+    buffer = aligned_empty(shape, first.dtype, np.zeros)
+    for part_idx, part in enumerate(parts):
+        layout.place(buffer, part_idx, leaf(part))
+    return buffer
+
+
+def _check_split(value: Any, split: Any, devices: int) -> None:
     """Refuses to split the columns of a matrix where a device would get part of a group."""
+    if split != "row":
+        return
     for piece in value.pieces if isinstance(value, MixedMatrix) else (value,):
         if devices == 1 or not isinstance(piece, QTensor):
             continue

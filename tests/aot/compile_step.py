@@ -78,7 +78,7 @@ def make_runner(target: str, scheme: str, num_layers: int, tensor_parallel: int)
     )
     config = llama.Config.from_hf(LLAMA_8B | {"num_hidden_layers": num_layers})
     model = make_abstract_model(llama, config, context)
-    abstract_weights(model)
+    abstract_weights(model, llama, {})
     page_size = default_page_size(platform)
     runner_config = RunnerConfig(
         max_num_seqs=NUM_SEQS,

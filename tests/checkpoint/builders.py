@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import struct
 import time
@@ -182,6 +183,18 @@ def write_quantized(path: Path, config: Any, tensors: dict[str, np.ndarray]) -> 
     return path
 
 
+def assert_same_format(abstract: QuantizedArray, weight: QuantizedArray) -> None:
+    """Asserts that a matrix is what was said of it before it was read."""
+    for field in dataclasses.fields(QuantizedArray):
+        said, found = getattr(abstract, field.name), getattr(weight, field.name)
+        if not isinstance(found, np.ndarray):
+            assert said == found, field.name
+        elif field.name == "codebook":
+            np.testing.assert_array_equal(said, found, strict=True)
+        else:
+            assert (said.dtype, said.shape) == (found.dtype, found.shape), field.name
+
+
 def read_quantized(path: Path, name: str) -> QuantizedArray:
     """Reads a quantized matrix and checks it against what is known before."""
     checkpoint = open_checkpoint(path)
@@ -190,6 +203,9 @@ def read_quantized(path: Path, name: str) -> QuantizedArray:
     assert isinstance(weight, QuantizedArray)
     assert (info.shape, info.group_size) == (weight.shape, weight.group_size)
     assert info.loaded_bytes is not None
+    assert info.codes is not None
+    if info.is_certain:
+        assert_same_format(info.codes, weight)
     # What only data can tell is planned for: zero points that differ, columns in another order.
     assert info.loaded_bytes >= weight.num_bytes
     return weight

@@ -8,15 +8,15 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoint.builders import GgufBuilder
+from checkpoint.builders import GgufBuilder, assert_same_format
 
 from jaxinfer.checkpoint.gguf import GgufFile
 from jaxinfer.checkpoint.gguf_blocks import (
     CHUNK_WEIGHTS,
     GGML_TYPES,
     UNSUPPORTED_TYPE_NAMES,
+    abstract_blocks,
     decode_blocks,
-    decoded_bytes,
 )
 from jaxinfer.quantized_array import QuantizedArray
 
@@ -68,7 +68,7 @@ def test_fields(name):
     assert (found.codebook is not None) == (name == "MXFP4")
     assert found.scale.shape == (4, found.shape[1] // group_size)
     assert found.qvalue.dtype == (np.int8 if code == "int8" else np.uint8)
-    assert found.num_bytes == decoded_bytes(kind, math.prod(found.shape))
+    assert_same_format(abstract_blocks(found.shape, kind), found)
     # XLA on CPU adopts aligned arrays without a copy.
     assert (found.qvalue.ctypes.data % 64, found.scale.ctypes.data % 64) == (0, 0)
 
@@ -114,7 +114,7 @@ def test_mxfp4_scales_from_the_smallest_to_the_largest():
         np.testing.assert_array_equal(bits(weights[:, 16]), bits(halves * 2))
 
 
-@pytest.mark.parametrize("number", [2, 8, 12])
+@pytest.mark.parametrize("number", [n for n, kind in GGML_TYPES.items() if kind.format])
 def test_only_matrices_stay_quantized(number, tmp_path):
     """Vectors and stacks of matrices come as floats, the same as the matrix of their rows."""
     kind = GGML_TYPES[number]
@@ -127,10 +127,9 @@ def test_only_matrices_stay_quantized(number, tmp_path):
     read = {key: file.read(tensor) for key, tensor in file.tensors.items()}
     matrix = read["matrix"]
     assert isinstance(matrix, QuantizedArray)
-    assert file.tensors["matrix"].loaded_bytes == matrix.num_bytes
-    assert file.tensors["matrix"].group_size == matrix.group_size
+    assert_same_format(file.tensors["matrix"].codes, matrix)
     for key, shape in {"vector": (6 * width,), "stack": (2, 3, width)}.items():
-        assert file.tensors[key].loaded_bytes is file.tensors[key].group_size is None
+        assert file.tensors[key].codes is None
         assert (read[key].dtype, read[key].shape) == (np.float32, shape)
         np.testing.assert_array_equal(bits(read[key]), bits(matrix.dequantize()))
 

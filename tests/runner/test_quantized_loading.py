@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 from models.conftest import PagedModel, make_context
@@ -10,17 +11,21 @@ from models.oracle_cases import hf_config, tensor, token_ids
 
 from jaxinfer.models import load_model_module
 from jaxinfer.nn.matrix import MixedMatrix
-from jaxinfer.quantized_array import NIBBLE_CHUNK, QuantizedArray, pack_codes
+from jaxinfer.quantization import SCHEMES
+from jaxinfer.quantized_array import NIBBLE_CHUNK, QuantizedArray, abstract_array, pack_codes
+from jaxinfer.runner import placement
 from jaxinfer.runner.loader import (
     WeightError,
+    abstract_weights,
+    bytes_to_load,
     expected_shapes,
     load_weights,
     make_abstract_model,
     parameters,
 )
 from jaxinfer.runner.placement import PendingParameter
-from kernels.quantized_matmul import LAYOUTS, QTensor, dequantize
-from kernels.quantized_matmul.format import Layout, local_part
+from kernels.quantized_matmul import LAYOUTS, QTensor, cpu, dequantize, prepare
+from kernels.quantized_matmul.format import NF4, Layout, local_part
 
 CONFIG = hf_config("llama") | {
     "intermediate_size": 128,
@@ -59,6 +64,14 @@ def whole_row(weight):
     scale = np.abs(weight).max(1, keepdims=True) / np.float32(127)
     codes = np.rint(weight / scale).astype(np.int8)
     return QuantizedArray(codes, scale, group_size=weight.shape[1])
+
+
+def nf4(weight):
+    """Codes that stand for the values of a table."""
+    codes = np.random.default_rng(4).integers(0, 16, weight.shape, np.uint8)
+    scale = np.abs(weight.reshape(len(weight), -1, 32)).max(-1)
+    table = np.array(NF4, np.float32)
+    return QuantizedArray(pack_codes(codes), scale, codebook=table, code="uint4", group_size=32)
 
 
 def make_tensors(config, formats):
@@ -112,6 +125,80 @@ def test_a_quantized_checkpoint_is_its_dequantized_weights(formats, changes, dev
     np.testing.assert_allclose(logits(model), exact, atol=2e-5 * np.abs(exact).max(), rtol=0)
 
 
+def expected(config, tensors, **context):
+    """The abstract model of a checkpoint with these tensors."""
+    module = load_model_module("llama")
+    whole = dataclasses.replace(make_context(context.pop("tensor_parallel", 1)), **context)
+    model = make_abstract_model(module, module.Config.from_hf(config), whole)
+    codes = {n: abstract(t) if isinstance(t, QuantizedArray) else None for n, t in tensors.items()}
+    abstract_weights(model, module, codes)
+    return model
+
+
+def abstract(weight):
+    """What is known of a matrix before it is read; no values but a codebook's."""
+    return abstract_array(
+        weight.shape,
+        weight.code,
+        weight.group_size,
+        weight.scale.dtype,
+        has_offset=weight.offset is not None,
+        codebook=weight.codebook,
+        has_perm=weight.perm is not None,
+        activations=weight.activations,
+    )
+
+
+def structs(model):
+    """Dtype, shape and sharding of every array, and all static fields."""
+    values = {path: param.get_value() for path, param in parameters(model)}
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), values
+    )
+
+
+LOADED = {
+    "all kinds": (ALL, {"tie_word_embeddings": True}, {}),
+    "split": (ALL, {"num_key_value_heads": 1}, {"tensor_parallel": 2}),
+    "padded": (ALL, {"vocab_size": 99, "intermediate_size": 96}, {"tensor_parallel": 2}),
+    "some floats": ({"k_proj": q4_1, "gate_proj": whole_row}, {}, {}),
+    "bfloat16": ({"k_proj": q4_1}, {}, {"weight_dtype": np.dtype(ml_dtypes.bfloat16)}),
+    "act-order": ({"down_proj": act_order, "o_proj": act_order}, {}, {}),
+    "nf4": ({"up_proj": nf4, "gate_proj": nf4}, {}, {}),
+    "gpu": (ALL, {}, {"platform": "gpu"}),
+    "tpu": (ALL, {}, {"platform": "tpu"}),
+    "rounded at load": (ALL, {}, {"quant": SCHEMES["int8"]}),
+    "as floats": (ALL, {}, {"keeps_quantized": False}),
+}
+
+
+@pytest.mark.parametrize("name", LOADED)
+def test_what_will_be_loaded_is_known_before(name):
+    formats, changes, context = LOADED[name]
+    context = {"stored_group_size": 32} | context
+    config = CONFIG | changes
+    tensors = make_tensors(config, formats)
+    model = expected(config, tensors, **context)
+    before = structs(model)
+    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(before))
+    num_bytes = bytes_to_load(model)
+    # The same model is filled, as an engine does that was compiled for it.
+    load_weights(model, load_model_module("llama"), tensors.items())
+    after = structs(model)
+    assert jax.tree.structure(after) == jax.tree.structure(before)
+    assert jax.tree.leaves(after) == jax.tree.leaves(before)
+    assert bytes_to_load(model) == 0
+    leaves = jax.tree.leaves([param.get_value() for _, param in parameters(model)])
+    shards = [shard.data.nbytes for leaf in leaves for shard in leaf.addressable_shards]
+    assert num_bytes == sum(shards)
+
+
+def test_splits_are_refused_before_anything_is_read():
+    tensors = make_tensors(CONFIG, {"o_proj": whole_row, "down_proj": act_order})
+    with pytest.raises(WeightError, match=r"mlp\.down.*act-order.*2 devices"):
+        expected(CONFIG, tensors, tensor_parallel=2)
+
+
 def test_neighbours_of_one_format_become_one_matrix():
     model = load(CONFIG, make_tensors(CONFIG, ALL))
     layer = model.layers[0]
@@ -120,7 +207,7 @@ def test_neighbours_of_one_format_become_one_matrix():
     assert [piece.code for piece in qkv.pieces] == ["uint4", "int8"]
     assert isinstance(gate_up, QTensor)
     assert gate_up.scale.dtype == np.float16
-    assert gate_up.layout == LAYOUTS["cpu"]
+    assert gate_up.layout == cpu.best_layout(gate_up)
     table = model.embedding.weight.get_value()
     assert isinstance(table, QTensor)
     assert table.num_bytes == 100 * 64 // 2 + 2 * 2 * 100 * 64 // 32
@@ -131,7 +218,29 @@ def test_host_tensors_are_laid_out_as_the_native_kernel_reads_them():
     model = load(CONFIG, make_tensors(CONFIG, ALL))
     for _, param in parameters(model):
         for leaf in jax.tree.leaves(param.get_value(), is_leaf=lambda x: isinstance(x, QTensor)):
-            assert not isinstance(leaf, QTensor) or leaf.layout == LAYOUTS["cpu"]
+            assert not isinstance(leaf, QTensor) or leaf.layout == cpu.best_layout(leaf)
+
+
+@pytest.mark.parametrize("make", [q4_1, q6_k])
+def test_codes_are_laid_out_for_this_cpu_a_few_rows_at_a_time(make, monkeypatch):
+    layout = dataclasses.replace(LAYOUTS["cpu"], row_block=16)
+    weight = make(tensor("w", (80, 64), "llama"))
+    whole = QTensor(
+        weight.qvalue,
+        weight.scale,
+        weight.offset,
+        code=weight.code,
+        group_size=weight.group_size,
+        layout=LAYOUTS["cpu"],
+    )
+    expected = jax.tree.map(np.array, prepare(whole, layout))
+    monkeypatch.setattr(placement.cpu, "best_layout", lambda w: layout)
+    monkeypatch.setattr(placement, "_WEIGHTS_AT_ONCE", 32 * 64)
+    weight.scale.flags.writeable = False  # as a view of a file
+    found = placement._in_best_layout(whole)
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    assert all(array.ctypes.data % 64 == 0 for array in jax.tree.leaves(found))
 
 
 def test_pieces_of_a_filled_model_are_replaced_when_it_is_loaded_again():

@@ -91,7 +91,6 @@ def quantized_weight(module: Module, method: Method) -> Weight:
     name = f"{module.name}.weight"
     sources = tuple(module.parts.values())
     num_bytes = sum(source.tensor.num_bytes for source in sources)
-    info = TensorInfo(
-        name, matrix.shape, matrix.dtype, num_bytes, matrix.loaded_bytes, matrix.group_size
-    )
+    shape = matrix.codes.shape
+    info = TensorInfo(name, shape, matrix.dtype, num_bytes, matrix.codes, matrix.is_certain)
     return Weight(info, matrix.read, sources)

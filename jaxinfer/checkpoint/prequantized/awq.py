@@ -43,9 +43,10 @@ class Awq:
         num_blocks = columns // block
         scales = module.need("scales", SCALE_DTYPES, (num_blocks, rows))
         qzeros = module.need("qzeros", ("I32",), (num_blocks, rows // 8))
-        loaded = packing.loaded_bytes((rows, columns), 4, group_size, scales.dtype, offset=True)
+        shape = rows, columns
+        codes = packing.abstract_affine(shape, 4, group_size, scales.dtype, has_offset=True)
         read = partial(_read, block, group_size, qweight, qzeros, scales)
-        return Matrix((rows, columns), "AWQ-INT4", loaded, group_size, read)
+        return Matrix("AWQ-INT4", codes, read, is_certain=False)
 
 
 def _read(

@@ -10,7 +10,7 @@ from jaxinfer.checkpoint.prequantized import packing
 from jaxinfer.checkpoint.prequantized.method import Matrix, Module, Stored
 from jaxinfer.checkpoint.prequantized.settings import Settings
 from jaxinfer.checkpoint.safetensors import parse_json_object
-from jaxinfer.quantized_array import QuantizedArray
+from jaxinfer.quantized_array import QuantizedArray, abstract_array
 
 STATES = {kind: f"weight.quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4")}
 MAX_STATE_BYTES = 1 << 16
@@ -45,9 +45,9 @@ def _weight_8bit(module: Module) -> Matrix:
     rows, columns = weight.shape
     scb = module.need("SCB", ("F32",), (rows,))
     layout = module.find("weight_format", ("U8", "I8"), ())
-    loaded = packing.loaded_bytes((rows, columns), 8, columns, "F32")
+    codes = packing.abstract_affine((rows, columns), 8, columns, "F32")
     read = partial(_read_8bit, weight, scb, layout)
-    return Matrix((rows, columns), "BNB-INT8", loaded, columns, read)
+    return Matrix("BNB-INT8", codes, read)
 
 
 def _read_8bit(weight: Stored, scb: Stored, layout: Stored | None) -> QuantizedArray:
@@ -86,10 +86,12 @@ def _weight_4bit(module: Module, kind: str) -> Matrix:
     nested = "weight.nested_absmax" in module.parts or "weight.nested_quant_map" in module.parts
     absmax = module.need("weight.absmax", ("U8",) if nested else ("F32",), (num_blocks,))
     second = _Nested(module, state, num_blocks) if nested else None
-    loaded = packing.loaded_bytes((rows, columns), 4, group_size, "F32", codebook=True)
     shape = rows, columns
+    codes = abstract_array(
+        shape, "uint4", group_size, np.dtype(np.float32), codebook=codebook.read()
+    )
     read = partial(_read_4bit, shape, block, group_size, weight, codebook, absmax, second)
-    return Matrix(shape, f"BNB-{kind.upper()}", loaded, group_size, read)
+    return Matrix(f"BNB-{kind.upper()}", codes, read)
 
 
 class _Nested:

@@ -218,16 +218,17 @@ def _packed_weight(module: Module, scheme: Scheme) -> Matrix:
     g_idx = module.find("weight_g_idx", ("I32",), (columns,))
     if g_idx is not None and scheme.blocks.height(shape) > 1:
         raise g_idx.error("only weights with scales by group can be in activation order")
-    loaded = packing.loaded_bytes(
+    may_permute = g_idx is not None and block < columns
+    codes = packing.abstract_affine(
         shape,
         scheme.bits,
         group_size,
         scale.dtype,
-        offset=zero is not None,
-        perm=g_idx is not None and block < columns,
+        has_offset=zero is not None,
+        has_perm=may_permute,
     )
     read = partial(_read_packed, scheme, shape, group_size, packed, scale, zero, g_idx)
-    return Matrix(shape, f"CT-INT{scheme.bits}", loaded, group_size, read)
+    return Matrix(f"CT-INT{scheme.bits}", codes, read, is_certain=zero is None and not may_permute)
 
 
 def _find_zeros(module: Module, scheme: Scheme, shape: tuple[int, int]) -> Stored:

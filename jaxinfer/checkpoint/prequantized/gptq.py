@@ -70,17 +70,19 @@ class Gptq:
         scales = module.need("scales", SCALE_DTYPES, (num_blocks, rows))
         qzeros = module.need("qzeros", ("I32",), (num_blocks, rows // per_word))
         g_idx = module.find("g_idx", ("I32",), (columns,))
-        loaded = packing.loaded_bytes(
+        may_permute = g_idx is not None and num_blocks > 1
+        codes = packing.abstract_affine(
             (rows, columns),
             bits,
             group_size,
             scales.dtype,
-            offset=scheme.symmetric is not True,
-            perm=g_idx is not None and num_blocks > 1,
+            has_offset=scheme.symmetric is not True,
+            has_perm=may_permute,
         )
         scheme = dataclasses.replace(scheme, block=block)
         read = partial(self._read, scheme, group_size, qweight, qzeros, scales, g_idx)
-        return Matrix((rows, columns), f"GPTQ-INT{bits}", loaded, group_size, read)
+        is_certain = scheme.symmetric is True and not may_permute
+        return Matrix(f"GPTQ-INT{bits}", codes, read, is_certain)
 
     def _scheme_of(self, name: str) -> _Scheme:
         return next((scheme for pattern, scheme in self._dynamic if pattern(name)), self._scheme)

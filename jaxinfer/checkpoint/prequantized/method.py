@@ -101,20 +101,18 @@ class Matrix:
     """A quantized matrix, known from headers.
 
     Attributes:
-      shape: the logical (O, I).
       dtype: a name of its format for people, such as `GPTQ-INT4`.
-      loaded_bytes: `QuantizedArray.num_bytes` of what `read` returns, or more where only the data
-        can tell that an optional array is not needed.
-      group_size: weights per scale along I.
+      codes: what `read` returns, abstract.
       read: reads and checks the data; its arrays may be read-only views of the file. Raises
         CheckpointError.
+      is_certain: False where only the data can tell that an optional array of `codes` is not
+        needed, or in which order columns are.
     """
 
-    shape: tuple[int, int]
     dtype: str
-    loaded_bytes: int
-    group_size: int
+    codes: QuantizedArray
     read: Callable[[], QuantizedArray]
+    is_certain: bool = True
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,18 @@ which is also how a QuantizedArray stores it, and an `int8` code q is q + 128.
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import prod
 from typing import Literal
 
 import numpy as np
 
 from jaxinfer.checkpoint.prequantized.method import Stored
 from jaxinfer.checkpoint.safetensors import RAW_DTYPES
-from jaxinfer.quantized_array import NIBBLE_CHUNK, QuantizedArray, pack_codes
+from jaxinfer.quantized_array import (
+    NIBBLE_CHUNK,
+    QuantizedArray,
+    abstract_array,
+    pack_codes,
+)
 
 GROUP_SIZES = (128, 64, 32, 16)
 """Weights per scale that a QTensor may have, other than a whole row; largest first."""
@@ -148,18 +152,24 @@ def check_width(stored: Stored, bits: int, columns: int) -> None:
         )
 
 
-def loaded_bytes(
+def abstract_affine(
     shape: tuple[int, int],
     bits: int,
     group_size: int,
     scale_dtype: str,
     *,
-    offset: bool = False,
-    codebook: bool = False,
-    perm: bool = False,
-) -> int:
-    """Returns the bytes of a QuantizedArray; with an offset, scales are float32 as well."""
-    rows, columns = shape
-    per_group = 8 if offset else RAW_DTYPES[scale_dtype].itemsize
-    extra = (64 if codebook else 0) + (4 * columns if perm else 0)
-    return prod(shape) * bits // 8 + rows * (columns // group_size) * per_group + extra
+    has_offset: bool = False,
+    has_perm: bool = False,
+    activations: Literal["float", "int8"] = "float",
+) -> QuantizedArray:
+    """Returns the largest matrix that `affine` may make, abstract."""
+    code: Literal["int4", "uint4"] = "uint4" if has_offset else "int4"
+    return abstract_array(
+        shape,
+        "int8" if bits == 8 else code,
+        group_size,
+        np.dtype(np.float32) if has_offset else RAW_DTYPES[scale_dtype],
+        has_offset=has_offset,
+        has_perm=has_perm,
+        activations=activations,
+    )

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxinfer.checkpoint.prequantized import packing
 from jaxinfer.checkpoint.prequantized.method import SCALE_DTYPES, Matrix, Module, Stored
-from jaxinfer.quantized_array import QuantizedArray
+from jaxinfer.quantized_array import QuantizedArray, abstract_array
 
 Activations = Literal["float", "int8"]
 
@@ -90,9 +90,18 @@ def scaled_weight(
     scale = blocks.need(module, scale_part, shape)
     zero = None if zero_part is None else blocks.find(module, zero_part, shape, ("I8",))
     group_size = packing.group_of(weight, blocks.width(shape), columns)
-    loaded = packing.loaded_bytes(shape, 8, group_size, scale.dtype, offset=zero is not None)
+    codes = packing.abstract_affine(
+        shape,
+        8,
+        group_size,
+        scale.dtype,
+        has_offset=zero is not None and activations == "float",
+        activations=activations,
+    )
+    if dtype == "F8_E4M3":
+        codes = abstract_array(shape, "fp8", group_size, codes.scale.dtype)
     read = partial(_read, blocks, group_size, activations, weight, scale, zero)
-    return Matrix(shape, name, loaded, group_size, read)
+    return Matrix(name, codes, read, is_certain=codes.offset is None)
 
 
 def _read(

@@ -13,7 +13,8 @@ import numpy as np
 from jaxinfer.checkpoint.prequantized import packing
 from jaxinfer.checkpoint.prequantized.method import SCALE_DTYPES, Matrix, Module, Stored
 from jaxinfer.checkpoint.prequantized.settings import Settings
-from jaxinfer.quantized_array import QuantizedArray
+from jaxinfer.checkpoint.safetensors import RAW_DTYPES
+from jaxinfer.quantized_array import QuantizedArray, abstract_array
 
 QUANT_METHOD = "jaxinfer"
 VERSION = 1
@@ -70,10 +71,16 @@ class StoredArrays:
             raise codebook.error("goes with 4-bit codes and without an offset only")
         if offset is not None and qvalue.dtype == "F8_E4M3":
             raise offset.error("float8 codes have none")
-        loaded = sum(
-            part.tensor.num_bytes for part in (qvalue, scale, offset, codebook) if part is not None
-        )
         code = _code(qvalue.dtype, offset is not None or codebook is not None)
+        codes = abstract_array(
+            (rows, columns),
+            code,
+            group_size,
+            RAW_DTYPES[scale.dtype],
+            has_offset=offset is not None,
+            codebook=_read(codebook),
+            activations=self._activations,
+        )
 
         def read() -> QuantizedArray:
             return QuantizedArray(
@@ -86,7 +93,7 @@ class StoredArrays:
                 activations=self._activations,
             )
 
-        return Matrix((rows, columns), f"JAXINFER-{code.upper()}", loaded, group_size, read)
+        return Matrix(f"JAXINFER-{code.upper()}", codes, read)
 
 
 def _code(dtype: str, is_unsigned: bool) -> Literal["int8", "fp8", "int4", "uint4"]:
