@@ -21,6 +21,11 @@ def features() -> str:
     return next(found, os.uname().machine)
 
 
+def multiplies_bfloat16() -> bool:
+    """Whether this CPU has instructions for products of bfloat16 numbers."""
+    return bool({"avx512_bf16", "amx_bf16", "bf16"} & set(features().split()))
+
+
 def set_num_threads(num_threads: int | None) -> None:
     """Sizes the thread pool of XLA:CPU; None leaves it at one thread per core."""
     if num_threads is not None:

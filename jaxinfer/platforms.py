@@ -64,8 +64,7 @@ def dtypes(
     holds_codes = any(info.codes is not None for info in infos)
     if is_kept and holds_codes and why_not_quantized(platform) is not None:
         return float32, float32
-    has_products = {"avx512_bf16", "amx_bf16", "bf16"} & set(cpu.features().split())
-    return float32, bfloat16 if has_products else float32
+    return float32, bfloat16 if cpu.multiplies_bfloat16() else float32
 
 
 def free_bytes(devices: Sequence[jax.Device], utilization: float) -> int | None:

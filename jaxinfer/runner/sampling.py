@@ -6,6 +6,7 @@ Everything is float32. Each optional stage runs only if some row of the step ask
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -267,6 +268,8 @@ def report(
     )
 
 
+# Programs of one number of rows trace and lower it once.
+@partial(jax.jit, static_argnames="platform")
 def sample(
     raw: Float32[Array, "B V"],
     state: RowState,

@@ -50,6 +50,15 @@ JAXINFER_INLINE To read(const void* from) {
 
 JAXINFER_INLINE Lanes broadcast(float value) { return value - Lanes{}; }
 JAXINFER_INLINE Lanes load(const float* from) { return read<Lanes>(from); }
+// Compilers would rather load it again for each of its uses.
+JAXINFER_INLINE Lanes held_in_register(Lanes value) {
+#if defined(__AVX512F__)
+  asm("" : "+v"(value));
+#elif defined(__AVX2__)
+  asm("" : "+x"(value));
+#endif
+  return value;
+}
 JAXINFER_INLINE void store(float* to, Lanes value) { memcpy(to, &value, sizeof(value)); }
 // NaN in `a` stays.
 JAXINFER_INLINE Lanes larger(Lanes a, Lanes b) { return a < b ? b : a; }
@@ -75,12 +84,24 @@ JAXINFER_INLINE Ints lane_numbers() {
 // Sixteen lanes in several registers; halves are added until one is left, whatever their width.
 constexpr int kSixteen = 16 / kWidth;
 JAXINFER_INLINE float sum(const Lanes (&lanes)[kSixteen]) {
+#if defined(__AVX2__)
+#if defined(__AVX512F__)
+  const __m256 low = _mm512_castps512_ps256((__m512)lanes[0]);
+  const __m256 eight = low + _mm512_extractf32x8_ps((__m512)lanes[0], 1);
+#else
+  const __m256 eight = (__m256)lanes[0] + (__m256)lanes[1];
+#endif
+  const __m128 four = _mm256_castps256_ps128(eight) + _mm256_extractf128_ps(eight, 1);
+  const __m128 two = four + _mm_movehl_ps(four, four);
+  return two[0] + two[1];
+#else
   float at[16];
   memcpy(at, lanes, sizeof(at));
   for (int half = 8; half > 0; half /= 2) {
     for (int i = 0; i < half; ++i) at[i] += at[i + half];
   }
   return at[0];
+#endif
 }
 JAXINFER_INLINE float largest(Lanes lanes) {
 #if defined(__AVX512F__)

@@ -9,8 +9,8 @@ namespace jaxinfer {
 enum class Elements { kFloat32, kBfloat16, kFloat16, kInt8 };
 
 // A result is made span by span of keys, each span block by block, and spans are merged in order.
-// Both begin at multiples of their size, so a query's bits depend on its own keys alone: on no
-// other query, no chunk of a prompt, no thread.
+// Both begin at multiples of their size, so a query's bits depend on its own keys and on whether
+// its tile has few rows, which follows from its own chunk of a prompt: on no other row, no thread.
 constexpr int64_t kBlockKeys = 64;
 constexpr int64_t kSpanKeys = 256;
 
@@ -33,30 +33,37 @@ struct Attention {
   float soft_cap;  // 0 for none
 };
 
-// Consecutive queries of one row with one KV head, which all its query heads share.
+// Consecutive queries of one row with some KV heads, each of which its query heads share.
 struct Tile {
-  int64_t row, first_token, num_queries, kv_head;
+  int64_t row, first_token, num_queries;
+  int64_t kv_head, num_kv_heads;  // from one on; more than one only where rows are few
   int64_t first_position;         // of the first query; the others follow
   int64_t first_span, last_span;  // which spans of keys, the last one excluded
   float* partial;  // [spans, state_floats()]: leave each span's state there; null to write `out`
+  const Tile* next;  // of few rows, to be done after this one; null for none
 };
 
 // Queries of a tile times query heads of a KV head: as many as fit this, or one query.
 constexpr int64_t kTileRows = 96;
+// Up to so many, keys and values are multiplied where they are in the cache: for more of them
+// transposing keys is cheaper than adding up the lanes of every dot product.
+constexpr int64_t kFewRows = 8;
 
 inline int64_t padded_head_dim(const Cache& cache) { return (cache.head_dim + 15) / 16 * 16; }
 
-// A softmax in progress, per row of a tile: weighted values, largest score, sum of weights.
+// A softmax in progress, per row of a tile, of all its KV heads: weighted values, largest score,
+// sum of weights.
+inline int64_t padded_rows(int64_t num_rows) { return (num_rows + 15) / 16 * 16; }
 inline int64_t state_floats(const Attention& p, int64_t num_rows) {
-  return num_rows * (padded_head_dim(p.cache) + 2);
+  return num_rows * padded_head_dim(p.cache) + 2 * padded_rows(num_rows);
 }
 
-// What attending to a tile of `num_rows` (queries times heads) needs: 64-byte aligned.
-inline int64_t scratch_floats(const Attention& p, int64_t num_rows) {
-  const int64_t padded = padded_head_dim(p.cache);
-  const int64_t padded_rows = (num_rows + 15) / 16 * 16;
-  return kBlockKeys * (2 * padded + padded_rows + 2) +
-         padded_rows * (padded + 1) + 2 * state_floats(p, padded_rows);
+// What attending to a tile of `num_rows` (queries times heads) for each of its KV heads needs:
+// 64-byte aligned.
+inline int64_t scratch_floats(const Attention& p, int64_t num_rows, int64_t num_kv_heads) {
+  const int64_t padded = padded_head_dim(p.cache), all_rows = num_rows * num_kv_heads;
+  return kBlockKeys * (2 * padded + padded_rows(all_rows) + 2) + all_rows * padded +
+         2 * state_floats(p, all_rows);
 }
 
 struct Write {
@@ -67,6 +74,7 @@ struct Write {
 };
 
 struct Loops {
+  // Also the tiles that follow it.
   void (*attend)(const Attention& p, const Tile& tile, float* scratch);
   // Merges the states of all spans of a tile, and writes `out`. The first state is changed.
   void (*merge)(const Attention& p, const Tile& tile);

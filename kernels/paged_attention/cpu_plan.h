@@ -26,14 +26,22 @@ class Plan {
       : p_(p), heads_(p.num_heads / p.cache.num_kv_heads) {
     add_rows(rows);
     is_tiny = work_ < tiny_work;
-    if (num_threads > 1 && !is_tiny) split(num_threads);
+    int64_t most = work_of_all();
+    if (num_threads > 1 && !is_tiny) {
+      most /= num_threads * kPartsPerThread;
+      split(most);
+    }
     // The largest first, or all others would wait for it.
     std::stable_sort(tiles.begin(), tiles.end(), [this](const Tile& a, const Tile& b) {
       return work_of(a) > work_of(b);
     });
+    chain(most);
   }
 
-  std::vector<Tile> tiles;
+  Plan(const Plan&) = delete;  // tiles point to others
+  Plan& operator=(const Plan&) = delete;
+
+  std::vector<Tile> tiles;   // those of few rows may be followed by others
   std::vector<Tile> merges;  // of tiles that were split, when all their parts are done
   int64_t scratch_floats = 0;
   bool is_tiny = true;
@@ -47,8 +55,18 @@ class Plan {
 
   int64_t num_rows_of(const Tile& tile) const { return tile.num_queries * heads_; }
 
-  int64_t work_of(const Tile& tile) const {
-    return (tile.last_span - tile.first_span) * (num_rows_of(tile) + kRowsPerKey);
+  bool is_few(const Tile& tile) const { return num_rows_of(tile) <= kFewRows; }
+
+  static int64_t num_spans_of(const Tile& tile) { return tile.last_span - tile.first_span; }
+
+  int64_t work_of_span(const Tile& tile) const {
+    return tile.num_kv_heads * (num_rows_of(tile) + kRowsPerKey);
+  }
+
+  int64_t work_of(const Tile& tile) const { return num_spans_of(tile) * work_of_span(tile); }
+
+  int64_t state_floats_of(const Tile& tile) const {
+    return state_floats(p_, num_rows_of(tile) * tile.num_kv_heads);
   }
 
   void add_rows(const Rows& rows) {
@@ -86,49 +104,83 @@ class Plan {
       const int64_t last_key = tile.first_position + tile.num_queries - 1;
       tile.first_span = first_key / kSpanKeys;
       tile.last_span = last_key / kSpanKeys + 1;
-      scratch_floats =
-          std::max(scratch_floats, jaxinfer::scratch_floats(p_, num_rows_of(tile)));
+      // All KV heads of few rows: together they are read in the order of memory.
+      tile.num_kv_heads = is_few(tile) ? p_.cache.num_kv_heads : 1;
+      scratch_floats = std::max(
+          scratch_floats, jaxinfer::scratch_floats(p_, num_rows_of(tile), tile.num_kv_heads));
       work_ += (last_key - first_key + 1) * (num_rows_of(tile) + kRowsPerKey) * 2 *
                p_.cache.head_dim * p_.cache.num_kv_heads;
-      for (int64_t head = 0; head < p_.cache.num_kv_heads; ++head) {
+      for (int64_t head = 0; head < p_.cache.num_kv_heads; head += tile.num_kv_heads) {
         tile.kv_head = head;
         tiles.push_back(tile);
       }
     }
   }
 
-  // Cuts tiles of few rows and many keys, if threads would otherwise run out of tiles.
-  void split(int64_t num_threads) {
-    int64_t num_spans = 0;
-    for (const Tile& tile : tiles) num_spans += tile.last_span - tile.first_span;
-    const int64_t most = std::max<int64_t>(num_spans / (num_threads * kPartsPerThread), 1);
-    std::vector<Tile> parts;
+  // Cuts tiles if threads would otherwise run out of them: those whose KV heads are much work
+  // even for one span into tiles of one, and then those of few rows and many keys.
+  void split(int64_t most) {
+    std::vector<Tile> of_heads, parts;
+    for (Tile tile : tiles) {
+      const int64_t end = tile.kv_head + tile.num_kv_heads;
+      if (work_of_span(tile) > most) tile.num_kv_heads = 1;
+      for (; tile.kv_head < end; tile.kv_head += tile.num_kv_heads) of_heads.push_back(tile);
+    }
     int64_t num_partial = 0;
-    for (const Tile& tile : tiles) {
-      if (num_rows_of(tile) > kMostSplitRows || tile.last_span - tile.first_span <= most) {
+    for (const Tile& tile : of_heads) {
+      if (num_rows_of(tile) > kMostSplitRows || num_spans_of(tile) <= spans_of(most, tile)) {
         parts.push_back(tile);
         continue;
       }
       merges.push_back(tile);
-      num_partial += (tile.last_span - tile.first_span) * state_floats(p_, num_rows_of(tile));
+      num_partial += num_spans_of(tile) * state_floats_of(tile);
     }
     partial_.resize(static_cast<size_t>(num_partial));
     float* partial = partial_.data();
     for (Tile& tile : merges) {
       tile.partial = partial;
+      const int64_t num_spans = spans_of(most, tile);
       for (Tile part = tile; part.first_span < tile.last_span; part.first_span = part.last_span) {
-        part.last_span = std::min(part.first_span + most, tile.last_span);
+        part.last_span = std::min(part.first_span + num_spans, tile.last_span);
         part.partial = partial;
         parts.push_back(part);
-        partial += (part.last_span - part.first_span) * state_floats(p_, num_rows_of(part));
+        partial += num_spans_of(part) * state_floats_of(part);
       }
     }
     tiles.swap(parts);
   }
 
+  // Makes tiles of few rows follow one another, up to so much work: each is prefetched during the
+  // one before.
+  void chain(int64_t most) {
+    chained_.swap(tiles);
+    int64_t work = 0;
+    for (size_t i = 0; i < chained_.size(); ++i) {
+      work += work_of(chained_[i]);
+      if (i > 0 && work <= most && is_few(tiles.back()) && is_few(chained_[i])) {
+        (tiles.back().next ? chained_[i - 1] : tiles.back()).next = &chained_[i];
+        continue;
+      }
+      tiles.push_back(chained_[i]);
+      work = work_of(chained_[i]);
+    }
+  }
+
+  int64_t work_of_all() const {
+    int64_t work = 0;
+    for (const Tile& tile : tiles) work += work_of(tile);
+    return work;
+  }
+
+  // How many spans of a tile are as much work as given, at least one.
+  int64_t spans_of(int64_t work, const Tile& tile) const {
+    return std::max<int64_t>(work / work_of_span(tile), 1);
+  }
+
   const Attention& p_;
   const int64_t heads_;
   int64_t work_ = 0;
+  std::vector<Tile> chained_;
   std::vector<float> partial_;
 };
 

@@ -4,6 +4,7 @@
 
 #include "cpu_attention.h"
 #include "../cpp/lanes.h"
+#include "cpu_ahead.h"
 
 namespace {
 
@@ -82,7 +83,7 @@ template <class Type, int kRows, int kLanes>
 __attribute__((noinline)) void multiply_in_place(const float* a,
                                                  const typename Type::Held* const* rows,
                                                  int64_t offset, int64_t left, int64_t count,
-                                                 float* sums, int64_t sums_stride) {
+                                                 float* sums, int64_t sums_stride, Ahead& ahead) {
   Lanes held[kRows][kLanes];
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r) {
@@ -90,6 +91,7 @@ __attribute__((noinline)) void multiply_in_place(const float* a,
     for (int v = 0; v < kLanes; ++v) held[r][v] = load(sums + r * sums_stride + v * kWidth);
   }
   for (int64_t i = 0; i < count; ++i) {
+    ahead.advance(kLanes * kWidth * sizeof(typename Type::Held));
     Lanes line[kLanes];
 #pragma GCC unroll 4
     for (int v = 0; v < kLanes; ++v) {
@@ -111,30 +113,38 @@ __attribute__((noinline)) void multiply_in_place(const float* a,
 
 template <class Type, int kRows>
 void multiply_rows_in_place(const float* a, const typename Type::Held* const* rows,
-                            int64_t head_dim, int64_t count, float* sums, int64_t sums_stride) {
+                            int64_t offset, int64_t head_dim, int64_t count, float* sums,
+                            int64_t sums_stride, Ahead& ahead) {
+  constexpr int kLanes = kRows <= kProductRows ? kProductLanes : kProductLanes / 2;
   int64_t h = 0;
-  for (; h + kProductLanes * kWidth <= head_dim; h += kProductLanes * kWidth) {
-    multiply_in_place<Type, kRows, kProductLanes>(a, rows, head_dim + h, kWidth, count, sums + h,
-                                                  sums_stride);
+  for (; h + kLanes * kWidth <= head_dim; h += kLanes * kWidth) {
+    multiply_in_place<Type, kRows, kLanes>(a, rows, offset + h, kWidth, count, sums + h,
+                                           sums_stride, ahead);
   }
   for (; h < head_dim; h += kWidth) {
-    multiply_in_place<Type, kRows, 1>(a, rows, head_dim + h, head_dim - h, count, sums + h,
-                                      sums_stride);
+    multiply_in_place<Type, kRows, 1>(a, rows, offset + h, head_dim - h, count, sums + h,
+                                      sums_stride, ahead);
   }
 }
 
 template <class Type>
 void multiply_few_in_place(int64_t num_rows, const float* a,
-                           const typename Type::Held* const* rows, int64_t head_dim,
-                           int64_t count, float* sums, int64_t sums_stride) {
-  const auto run = [&](auto* multiply) { multiply(a, rows, head_dim, count, sums, sums_stride); };
+                           const typename Type::Held* const* rows, int64_t offset,
+                           int64_t head_dim, int64_t count, float* sums, int64_t sums_stride,
+                           Ahead& ahead) {
+  static_assert(jaxinfer::kFewRows == 8, "a case for each");
+  const auto run = [&](auto* multiply) {
+    multiply(a, rows, offset, head_dim, count, sums, sums_stride, ahead);
+  };
   switch (num_rows) {
     case 1: return run(multiply_rows_in_place<Type, 1>);
     case 2: return run(multiply_rows_in_place<Type, 2>);
     case 3: return run(multiply_rows_in_place<Type, 3>);
     case 4: return run(multiply_rows_in_place<Type, 4>);
     case 5: return run(multiply_rows_in_place<Type, 5>);
-    default: return run(multiply_rows_in_place<Type, 6>);
+    case 6: return run(multiply_rows_in_place<Type, 6>);
+    case 7: return run(multiply_rows_in_place<Type, 7>);
+    default: return run(multiply_rows_in_place<Type, 8>);
   }
 }
 

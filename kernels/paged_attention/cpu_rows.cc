@@ -2,13 +2,16 @@
 //
 // For each block of keys: keys are transposed and values decoded to float32, scores of all rows of
 // a tile are a product with the keys, weights are their exponentials, and the result grows by the
-// product of weights and values. Keys that no query of the tile sees are never read.
+// product of weights and values. Keys that no query of the tile sees are never read. A tile of few
+// rows reads keys and values where they are in the cache, and its scores are dot products.
 //
-// Every sum over the elements of a head, or over keys, is added up in their order, whatever tile
-// and path a query is in: its bits do not depend on them.
+// Every sum over keys is added up in their order; sums over the elements of a head are added up in
+// one order where rows are few and in another where they are many. So a query's bits depend on how
+// its own prompt was cut into chunks, but on no other row.
 
 #include "cpu_attention.h"
 #include "../cpp/lanes.h"
+#include "cpu_dots.h"
 #include "cpu_products.h"
 #include "cpu_transpose.h"
 #include "cpu_write.h"
@@ -20,41 +23,43 @@ using namespace jaxinfer;
 inline int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t at_least(int64_t a, int64_t b) { return a > b ? a : b; }
 
-// A softmax in progress; see state_floats().
+// A softmax in progress; see state_floats(). Rows are those of the first KV head, then the next.
 struct State {
   State(float* memory, int64_t num_rows, int64_t padded)
-      : weighted(memory), peak(memory + num_rows * padded), total(peak + num_rows) {}
+      : weighted(memory), peak(memory + num_rows * padded), total(peak + padded_rows(num_rows)) {}
   float *weighted, *peak, *total;
 };
 
 // One call of `attend`: a tile, and its part of the scratch memory.
 class TileLoops {
  public:
-  TileLoops(const Attention& p, const Tile& tile, float* scratch)
+  TileLoops(const Attention& p, const Tile& tile, float* scratch, Ahead& ahead)
       : p_(p),
         tile_(tile),
+        ahead_(ahead),
         head_dim_(p.cache.head_dim),
         padded_(padded_head_dim(p.cache)),
         heads_(p.num_heads / p.cache.num_kv_heads),
         num_rows_(tile.num_queries * heads_),
+        all_rows_(num_rows_ * tile.num_kv_heads),
         keys_(scratch),
         values_(keys_ + kBlock * padded_),
         scores_(values_ + kBlock * padded_),
-        key_scales_(scores_ + kBlock * num_rows_),
+        key_scales_(scores_ + kBlock * padded_rows(all_rows_)),
         value_scales_(key_scales_ + kBlock),
         queries_(value_scales_ + kBlock),
-        states_(queries_ + num_rows_ * padded_) {}
+        states_(queries_ + all_rows_ * padded_) {}
 
   template <class Type>
   void run() {
     pack_queries();
-    const int64_t state_size = state_floats(p_, num_rows_);
-    const State whole(states_, num_rows_, padded_);
+    const int64_t state_size = state_floats(p_, all_rows_);
+    const State whole(states_, all_rows_, padded_);
     for (int64_t span = tile_.first_span; span < tile_.last_span; ++span) {
       const int64_t index = span - tile_.first_span;
       float* memory = tile_.partial ? tile_.partial + index * state_size
                                     : states_ + (index > 0 ? state_size : 0);
-      const State state(memory, num_rows_, padded_);
+      const State state(memory, all_rows_, padded_);
       attend_span<Type>(span, state);
       if (!tile_.partial && index > 0) merge(whole, state);
     }
@@ -63,61 +68,70 @@ class TileLoops {
 
   // Merges the keys that `next` has seen into a state of those before.
   void merge(const State& state, const State& next) const {
-    for (int64_t r = 0; r < num_rows_; ++r) {
-      if (next.peak[r] == -INFINITY) continue;
-      const float peak = state.peak[r] < next.peak[r] ? next.peak[r] : state.peak[r];
-      const float decay = exponential(state.peak[r] - peak);
-      const float next_decay = exponential(next.peak[r] - peak);
-      state.peak[r] = peak;
-      state.total[r] = state.total[r] * decay + next.total[r] * next_decay;
-      float* weighted = state.weighted + r * padded_;
-      for (int64_t h = 0; h < padded_; h += kWidth) {
-        const Lanes others = load(next.weighted + r * padded_ + h) * next_decay;
-        store(weighted + h, multiply_add(load(weighted + h), broadcast(decay), others));
+    float decay[kWidth], next_decay[kWidth];
+    for (int64_t first = 0; first < all_rows_; first += kWidth) {
+      const Lanes before = load(state.peak + first), others = load(next.peak + first);
+      const Lanes peak = larger(before, others), shift = finite(peak);
+      const Lanes decays = exponential(before - shift), next_decays = exponential(others - shift);
+      store(decay, decays), store(next_decay, next_decays);
+      store(state.peak + first, peak);
+      store(state.total + first,
+            load(state.total + first) * decays + load(next.total + first) * next_decays);
+      for (int64_t r = first; r < at_most(first + kWidth, all_rows_); ++r) {
+        for (int64_t h = r * padded_; h < (r + 1) * padded_; h += kWidth) {
+          const Lanes added = load(next.weighted + h) * next_decay[r - first];
+          store(state.weighted + h, multiply_add(load(state.weighted + h),
+                                                 broadcast(decay[r - first]), added));
+        }
       }
     }
   }
 
   void finish(const State& state) const {
-    for (int64_t r = 0; r < num_rows_; ++r) {
+    for (int64_t r = 0; r < all_rows_; ++r) {
       float* out = p_.out + element_of(r);
-      const float total = state.total[r] > 0 || state.total[r] != state.total[r]
-                              ? state.total[r] : 1.0f;
+      const float total = state.total[r];
+      const float share = total > 0 || total != total ? 1.0f / total : 1.0f;
       for (int64_t h = 0; h < head_dim_; h += kWidth) {
-        const Lanes values = load(state.weighted + r * padded_ + h) / total;
+        const Lanes values = load(state.weighted + r * padded_ + h) * share;
         encode_part<Float32>(out + h, values, head_dim_ - h);
       }
     }
   }
 
  private:
-  // Where a row's queries and results begin: rows are queries, and in them query heads.
+  // Where a row's queries and results begin: rows of a KV head are queries, and in them its query
+  // heads.
   int64_t element_of(int64_t r) const {
-    const int64_t token = tile_.first_token + r / heads_;
-    return (token * p_.num_heads + tile_.kv_head * heads_ + r % heads_) * head_dim_;
+    const int64_t kv_head = tile_.kv_head + r / num_rows_, of_head = r % num_rows_;
+    const int64_t token = tile_.first_token + of_head / heads_;
+    return (token * p_.num_heads + kv_head * heads_ + of_head % heads_) * head_dim_;
   }
 
-  int64_t first_key_of(int64_t position) const { return at_least(position - p_.window + 1, 0); }
+  // What scores are taken relative to, given their largest.
+  static Lanes finite(Lanes peak) { return peak == -INFINITY ? Lanes{} : peak; }
+
+  int64_t first_seen(int64_t position) const { return at_least(position - p_.window + 1, 0); }
 
   void pack_queries() {
-    for (int64_t r = 0; r < num_rows_; ++r) {
+    for (int64_t r = 0; r < all_rows_; ++r) {
       const float* from = p_.q + element_of(r);
-      for (int64_t h = 0; h < head_dim_; h += kWidth) {
-        store(queries_ + r * padded_ + h,
-              decode_part<Float32>(from + h, head_dim_ - h) * p_.scale);
+      for (int64_t h = 0; h < padded_; h += kWidth) {
+        const Lanes query = h < head_dim_ ? decode_part<Float32>(from + h, head_dim_ - h) : Lanes{};
+        store(queries_ + r * padded_ + h, query * p_.scale);
       }
     }
   }
 
   template <class Type>
   void attend_span(int64_t span, const State& state) {
-    for (int64_t r = 0; r < num_rows_; ++r) {
-      state.peak[r] = -INFINITY;
-      state.total[r] = 0;
+    for (int64_t r = 0; r < all_rows_; r += kWidth) {
+      store(state.peak + r, broadcast(-INFINITY));
+      store(state.total + r, Lanes{});
     }
-    memset(state.weighted, 0, static_cast<size_t>(num_rows_ * padded_) * sizeof(float));
-    const int64_t first = at_least(span * kSpanKeys, first_key_of(tile_.first_position));
-    const int64_t end = at_most((span + 1) * kSpanKeys, tile_.first_position + tile_.num_queries);
+    memset(state.weighted, 0, static_cast<size_t>(all_rows_ * padded_) * sizeof(float));
+    const int64_t first = at_least(span * kSpanKeys, first_key_of(p_, tile_));
+    const int64_t end = at_most((span + 1) * kSpanKeys, end_key_of(tile_));
     for (int64_t block = first / kBlock * kBlock; block < end; block += kBlock) {
       attend_block<Type>(block, at_least(first, block), at_most(end, block + kBlock), state);
     }
@@ -128,7 +142,8 @@ class TileLoops {
   void attend_block(int64_t block, int64_t first, int64_t end, const State& state) {
     const typename Type::Held* rows[kBlock];
     find_rows(block, first, end, rows);
-    if (num_rows_ <= kProductRows) return attend_few<Type>(rows, block, first, end, state);
+    if (num_rows_ <= kFewRows) return attend_few<Type>(rows, block, first, end, state);
+    find_scales(0, block, first, end);
     const int64_t left = (first - block) / kWidth * kWidth;
     gather_keys<Type>(rows + left, end - block - left, keys_ + left, kBlock);
     gather_values<Type>(rows, first - block, end - block);
@@ -136,7 +151,7 @@ class TileLoops {
       const int64_t left = num_rows_ - r, num_groups = (left + kProductRows - 1) / kProductRows;
       const int64_t count = (left + num_groups - 1) / num_groups;  // evenly filled groups
       const int64_t last_position = tile_.first_position + (r + count - 1) / heads_;
-      const int64_t seen_first = at_least(first, first_key_of(tile_.first_position + r / heads_));
+      const int64_t seen_first = at_least(first, first_seen(tile_.first_position + r / heads_));
       const int64_t seen_end = at_most(end, last_position + 1);
       if (seen_first < seen_end) {
         attend_rows(r, count, block, seen_first - block, seen_end - block, state);
@@ -145,23 +160,30 @@ class TileLoops {
     }
   }
 
-  // Where one product takes all rows: fewer keys at once, so that they stay in the first-level
-  // cache, and values from where they are. The arithmetic is the same, and so are the bits.
+  // Keys are scored page by page for all KV heads, in the order of memory.
   template <class Type>
   void attend_few(const typename Type::Held* const* rows, int64_t block, int64_t first,
                   int64_t end, const State& state) {
     const int64_t begin = first - block, left = begin / kWidth * kWidth;
     const int64_t right = (end - block + kWidth - 1) / kWidth * kWidth;
-    const int64_t most = head_dim_ <= 64 ? kBlock : kBlock / 2;
-    for (int64_t i = left; i < right; i += most) {
-      const int64_t count = at_most(most, right - i);
-      gather_keys<Type>(rows + i, count, keys_, most);
-      multiply_few<false>(num_rows_, queries_, padded_, keys_, most, head_dim_, scores_ + i,
-                          kBlock, count);
+    const int64_t bytes_ahead = head_dim_ * static_cast<int64_t>(sizeof(typename Type::Held));
+    for (int64_t i = left; i < right; i += kSixteen * kWidth) {
+      const int64_t count = at_most(kSixteen * kWidth, right - i);
+      for (int64_t head = 0; head < tile_.num_kv_heads; ++head) {
+        const int64_t row = head * num_rows_;
+        score_few<Type>(num_rows_, queries_ + row * padded_, padded_, rows + i,
+                        head * 2 * head_dim_, head_dim_, count, scores_ + row * kBlock + i, ahead_,
+                        bytes_ahead);
+      }
     }
-    weigh_rows(0, num_rows_, block, begin, end - block, state);
-    multiply_few_in_place<Type>(num_rows_, scores_ + begin, rows + begin, head_dim_, end - first,
-                                state.weighted, padded_);
+    for (int64_t head = 0; head < tile_.num_kv_heads; ++head) {
+      const int64_t row = head * num_rows_;
+      find_scales(head, block, first, end);
+      weigh_rows(scores_ + row * kBlock, row, 0, num_rows_, block, begin, end - block, state);
+      multiply_few_in_place<Type>(num_rows_, scores_ + row * kBlock + begin, rows + begin,
+                                  (2 * head + 1) * head_dim_, head_dim_, end - first,
+                                  state.weighted + row * padded_, padded_, ahead_);
+    }
   }
 
   // Rows `[row, row + count)` with keys `[begin, end)` of the block, all that they see of it.
@@ -172,30 +194,45 @@ class TileLoops {
     const int64_t width = (end - left + kWidth - 1) / kWidth * kWidth;
     multiply_few<false>(count, queries_ + row * padded_, padded_, keys_ + left, kBlock, head_dim_,
                         scores + left, kBlock, width);
-    weigh_rows(row, count, block, begin, end, state);
+    weigh_rows(scores, row, row, count, block, begin, end, state);
     multiply_few<true>(count, scores + begin, kBlock, values_ + begin * padded_, padded_,
                        end - begin, state.weighted + row * padded_, padded_, padded_);
   }
 
-  void weigh_rows(int64_t row, int64_t count, int64_t block, int64_t begin, int64_t end,
-                  const State& state) {
+  // Makes the scores of `count` rows weights: those in [begin, end) that the query sees; the
+  // others become zero. The rows are `row` and so on of the tile, `of_head` of their KV head.
+  void weigh_rows(float* scores, int64_t row, int64_t of_head, int64_t count, int64_t block,
+                  int64_t begin, int64_t end, const State& state) {
     const int64_t left = begin / kWidth * kWidth;
     const int64_t right = (end + kWidth - 1) / kWidth * kWidth;
-    for (int64_t r = row; r < row + count; ++r) {
-      const int64_t position = tile_.first_position + r / heads_;
-      weigh(r, left, right, at_least(begin, first_key_of(position) - block),
-            at_most(end, position + 1 - block), state);
+    float here[16] = {}, shift[16], decay[16];
+    for (int64_t r = 0; r < count; ++r) {
+      const int64_t position = tile_.first_position + (of_head + r) / heads_;
+      const int64_t seen = at_least(begin, first_seen(position) - block);
+      here[r] = mask(scores + r * kBlock, left, right, seen, at_most(end, position + 1 - block));
+    }
+    for (int64_t r = 0; r < count; r += kWidth) {
+      const Lanes before = load(state.peak + row + r);
+      const Lanes peak = larger(before, load(here + r)), shifts = finite(peak);
+      store(shift + r, shifts);
+      store(decay + r, exponential(before - shifts));
+      store(here + r, peak);
+    }
+    for (int64_t r = 0; r < count; ++r) {
+      const float total = weigh(scores + r * kBlock, left, right, shift[r]);
+      state.total[row + r] = state.total[row + r] * decay[r] + total;
+      state.peak[row + r] = here[r];
+      if (decay[r] == 1.0f) continue;
+      float* weighted = state.weighted + (row + r) * padded_;
+      for (int64_t h = 0; h < padded_; h += kWidth) {
+        store(weighted + h, load(weighted + h) * decay[r]);
+      }
     }
   }
 
-  // Makes a row's scores in [left, right) weights: those in [begin, end); the others are zero.
-  void weigh(int64_t row, int64_t left, int64_t right, int64_t begin, int64_t end,
-             const State& state) {
-    float* scores = scores_ + row * kBlock;
-    if (begin >= end) {
-      for (int64_t i = left; i < right; i += kWidth) store(scores + i, Lanes{});
-      return;
-    }
+  // Finishes a row's scores in [left, right), and makes those outside [begin, end) minus infinity.
+  // Returns the largest.
+  float mask(float* scores, int64_t left, int64_t right, int64_t begin, int64_t end) const {
     Lanes most = broadcast(-INFINITY);
     for (int64_t i = left; i < right; i += kWidth) {
       Lanes score = load(scores + i);
@@ -207,9 +244,11 @@ class TileLoops {
       store(scores + i, score);
       most = larger(most, score);
     }
-    const float before = state.peak[row], here = largest(most);
-    const float peak = before < here ? here : before;
-    const float shift = peak == -INFINITY ? 0.0f : peak;
+    return largest(most);
+  }
+
+  // Makes a row's scores weights, and returns their sum.
+  float weigh(float* scores, int64_t left, int64_t right, float shift) const {
     Lanes sums[kSixteen] = {};
     for (int64_t i = left; i < right; i += kWidth) {
       Lanes weights = exponential(load(scores + i) - shift);
@@ -217,14 +256,7 @@ class TileLoops {
       if (p_.cache.scales) weights *= load(value_scales_ + i);
       store(scores + i, weights);
     }
-    const float decay = exponential(before - shift);
-    state.total[row] = state.total[row] * decay + sum(sums);
-    state.peak[row] = peak;
-    if (decay == 1.0f) return;
-    float* weighted = state.weighted + row * padded_;
-    for (int64_t h = 0; h < padded_; h += kWidth) {
-      store(weighted + h, load(weighted + h) * decay);
-    }
+    return sum(sums);
   }
 
   // Transposes keys; registers of them are full, whatever `count` is.
@@ -256,31 +288,36 @@ class TileLoops {
     }
   }
 
-  // Where each key of a block begins, and of int8 its scales. What registers hold besides the keys
-  // `[first, end)` does not matter, as their scores are never used: the first key again.
+  // Where each key of a block begins, of the tile's first KV head. What registers hold besides the
+  // keys `[first, end)` does not matter, as their scores are never used: the first key again.
   template <class Held>
-  void find_rows(int64_t block, int64_t first, int64_t end, const Held** rows) {
-    const Cache& cache = p_.cache;
-    const int32_t* table = p_.page_table + tile_.row * p_.max_pages;
-    const int64_t stride = cache.num_kv_heads * 2 * head_dim_;
+  void find_rows(int64_t block, int64_t first, int64_t end, const Held** rows) const {
+    const int64_t page_size = p_.cache.page_size, stride = p_.cache.num_kv_heads * 2 * head_dim_;
     for (int64_t key = first; key < end;) {
-      const int64_t offset = key % cache.page_size;
-      int64_t page = table[key / cache.page_size];
-      if (page < 0 || page >= cache.num_pages) page = 0;  // never outside the cache
-      const int64_t page_end = at_most(key - offset + cache.page_size, end);
-      const Held* row = static_cast<const Held*>(cache.elements) +
-                        (page * cache.page_size + offset) * stride + tile_.kv_head * 2 * head_dim_;
-      if (cache.scales) {
-        const int64_t head = page * cache.num_kv_heads + tile_.kv_head;
-        const float* scales = cache.scales + head * 2 * cache.page_size + offset;
-        const size_t num_bytes = static_cast<size_t>(page_end - key) * sizeof(float);
-        memcpy(key_scales_ + (key - block), scales, num_bytes);
-        memcpy(value_scales_ + (key - block), scales + cache.page_size, num_bytes);
-      }
+      const int64_t offset = key % page_size, page_end = at_most(key - offset + page_size, end);
+      const Held* row = static_cast<const Held*>(p_.cache.elements) +
+                        (page_of(p_, tile_, key) * page_size + offset) * stride +
+                        tile_.kv_head * 2 * head_dim_;
       for (; key < page_end; ++key, row += stride) rows[key - block] = row;
     }
     for (int64_t i = first - block; i % kWidth != 0; --i) rows[i - 1] = rows[first - block];
     for (int64_t i = end - block; i % kWidth != 0; ++i) rows[i] = rows[first - block];
+  }
+
+  // The same for the scales of int8 codes, of one of the tile's KV heads.
+  void find_scales(int64_t head, int64_t block, int64_t first, int64_t end) const {
+    const Cache& cache = p_.cache;
+    if (!cache.scales) return;
+    for (int64_t key = first; key < end;) {
+      const int64_t offset = key % cache.page_size;
+      const int64_t page_end = at_most(key - offset + cache.page_size, end);
+      const int64_t of_page = page_of(p_, tile_, key) * cache.num_kv_heads + tile_.kv_head + head;
+      const float* scales = cache.scales + of_page * 2 * cache.page_size + offset;
+      const size_t num_bytes = static_cast<size_t>(page_end - key) * sizeof(float);
+      memcpy(key_scales_ + (key - block), scales, num_bytes);
+      memcpy(value_scales_ + (key - block), scales + cache.page_size, num_bytes);
+      key = page_end;
+    }
   }
 
   // Transposes as many words of elements as a register has lanes, of as many keys: the fewer bits
@@ -317,30 +354,41 @@ class TileLoops {
 
   const Attention& p_;
   const Tile& tile_;
-  const int64_t head_dim_, padded_, heads_, num_rows_;
+  Ahead& ahead_;
+  const int64_t head_dim_, padded_, heads_;
+  const int64_t num_rows_, all_rows_;  // of each KV head, and of all of the tile
   float* const keys_;          // [head_dim, kBlock]
   float* const values_;        // [kBlock, padded]
   float* const scores_;        // [rows, kBlock]
   float* const key_scales_;    // [kBlock]
   float* const value_scales_;  // [kBlock], right behind
-  float* const queries_;       // [rows, padded]
+  float* const queries_;       // [all rows, padded]
   float* const states_;        // two of them
 };
 
+template <class Type>
+void attend_all(const Attention& p, const Tile& tile, float* scratch) {
+  Ahead ahead(p, tile, sizeof(typename Type::Held));
+  for (const Tile* one = &tile; one; one = one->next) {
+    TileLoops(p, *one, scratch, ahead).run<Type>();
+  }
+}
+
 void attend(const Attention& p, const Tile& tile, float* scratch) {
-  TileLoops loops(p, tile, scratch);
   switch (p.cache.type) {
-    case Elements::kFloat32: return loops.run<Float32>();
-    case Elements::kBfloat16: return loops.run<Bfloat16>();
-    case Elements::kFloat16: return loops.run<Float16>();
-    case Elements::kInt8: return loops.run<Int8>();
+    case Elements::kFloat32: return attend_all<Float32>(p, tile, scratch);
+    case Elements::kBfloat16: return attend_all<Bfloat16>(p, tile, scratch);
+    case Elements::kFloat16: return attend_all<Float16>(p, tile, scratch);
+    case Elements::kInt8: return attend_all<Int8>(p, tile, scratch);
   }
 }
 
 void merge(const Attention& p, const Tile& tile) {
-  const int64_t num_rows = tile.num_queries * (p.num_heads / p.cache.num_kv_heads);
+  const int64_t num_rows =
+      tile.num_queries * (p.num_heads / p.cache.num_kv_heads) * tile.num_kv_heads;
   const int64_t padded = padded_head_dim(p.cache);
-  const TileLoops loops(p, tile, nullptr);
+  Ahead ahead(p, tile, 1);
+  const TileLoops loops(p, tile, nullptr, ahead);
   const State whole(tile.partial, num_rows, padded);
   for (int64_t i = 1; i < tile.last_span - tile.first_span; ++i) {
     loops.merge(whole, State(tile.partial + i * state_floats(p, num_rows), num_rows, padded));

@@ -1,4 +1,4 @@
-// Transposes a square of as many rows as a register has lanes. See cpu_lanes.h.
+// Transposes a square of as many rows as a register has lanes. See ../cpp/lanes.h.
 #pragma once
 
 #include "../cpp/lanes.h"

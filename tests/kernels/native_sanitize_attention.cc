@@ -121,6 +121,18 @@ void attend(const Step& step, const Loops& loops, bool threads) {
   for (const Tile& tile : plan.merges) loops.merge(step.p, tile);
 }
 
+// The bits may not depend on how work is cut: into parts, or into tiles that follow one another.
+bool is_the_same_in_parts(const Step& step, const Loops& loops) {
+  const std::vector<float> whole = step.out;
+  const Plan plan(step.p, step.rows, 3, 0);
+  std::vector<float> scratch(static_cast<size_t>(plan.scratch_floats), NAN);
+  for (size_t i = plan.tiles.size(); i-- > 0;) {
+    loops.attend(step.p, plan.tiles[i], scratch.data());
+  }
+  for (const Tile& tile : plan.merges) loops.merge(step.p, tile);
+  return std::memcmp(whole.data(), step.out.data(), whole.size() * sizeof(float)) == 0;
+}
+
 double number(const Step& step, int64_t slot, int64_t kv_head, int64_t half, int64_t h) {
   const Cache& cache = step.p.cache;
   return step.numbers[static_cast<size_t>(
@@ -166,6 +178,10 @@ bool run_and_check(Random& random, const Loops& loops, bool threads) {
   loops.write({step.p.cache, step.new_kv.data(), step.slots.data(),
                static_cast<int64_t>(step.slots.size())});
   attend(step, loops, threads);
+  if (!is_the_same_in_parts(step, loops)) {
+    std::fprintf(stderr, "other bits in parts\n");
+    return false;
+  }
   for (int64_t row = 0; row < step.rows.num_rows; ++row) {
     const int64_t end = step.cu_q_lens[static_cast<size_t>(row) + 1];
     for (int64_t token = step.cu_q_lens[static_cast<size_t>(row)]; token < end;

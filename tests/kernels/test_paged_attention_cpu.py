@@ -107,22 +107,32 @@ def test_weights_are_exact_to_a_few_roundings(instruction_set):
 @pytest.mark.parametrize("window", [None, 300])
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 def test_a_querys_bits_do_not_depend_on_the_batch(dtype, window):
-    """A prompt whole, in chunks, token by token, alone and beside other rows: the same bits."""
+    """A prompt whole, in chunks, token by token; each chunk alone and beside others: its bits."""
     length = 700
-    whole = small([(length, length)], window=window, kv_dtype=dtype, max_pages=180)
+    cache = {"window": window, "kv_dtype": dtype, "max_pages": 180}
+    whole = small([(length, length)], **cache)
     q, kv, metadata = make_inputs(whole)
     expected = attention(whole, (q, kv, metadata))
+
+    def of_rows(rows):
+        spec = small(rows, **cache)
+        table = jnp.tile(metadata.page_table, (1, len(rows), 1))
+        step = dataclasses.replace(make_inputs(spec)[2], page_table=table)
+        position = np.concatenate([np.arange(end - size, end) for size, end in rows])
+        return position, attention(spec, (q[position], kv, step))
+
     # The others are the same row at other lengths, so all of them are known.
     for sizes in ([1, 1, 699], [1, 33, 257, 100], [1] * 12, [97]):
         ends = [length - 60 * i for i in range(len(sizes))]
         rows = [(size, max(end, size)) for size, end in zip(sizes, ends, strict=True)]
-        spec = small(rows, window=window, kv_dtype=dtype, max_pages=180)
-        _, _, step = make_inputs(spec)
-        table = jnp.tile(metadata.page_table, (1, len(rows), 1))
-        step = dataclasses.replace(step, page_table=table)
-        position = np.concatenate([np.arange(end - size, end) for size, end in rows])
-        out = attention(spec, (q[position], kv, step))
-        np.testing.assert_array_equal(out, expected[position], err_msg=f"{sizes}")
+        position, out = of_rows(rows)
+        for first in {0, len(rows) - 1}:
+            alone = of_rows([rows[first]])[1]
+            start = sum(sizes[:first])
+            np.testing.assert_array_equal(out[start : start + len(alone)], alone, f"{sizes}")
+        # Tiles of few rows add up scores in an order of their own.
+        atol = 2e-6 * np.abs(expected).max()
+        np.testing.assert_allclose(out, expected[position], rtol=0, atol=atol, err_msg=f"{sizes}")
 
 
 def test_threads_share_long_rows():
