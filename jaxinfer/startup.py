@@ -252,6 +252,7 @@ def _log_setup(
         implementation=context.attention,
     )
     logger.info("paged_attention: %s", attention)
+    logger.info("decoder_layers: %s", _layers_choice(runner, model, limits.max_num_seqs))
     _log_weights(model, limits.max_num_seqs)
     logger.info(
         "ladder: decode %s, tokens %s; %d programs, %d executables in %.1f s",
@@ -280,6 +281,16 @@ def _log_setup(
         limits.bulk_steps,
         limits.pipeline_depth,
     )
+
+
+def _layers_choice(runner: ModelRunner, model: CausalLM, num_rows: int) -> str:
+    """Returns what runs all layers of a step in one call, or why each is run by itself."""
+    x = jax.ShapeDtypeStruct((num_rows, model.config.hidden_size), model.context.dtype)
+    cache = runner.config.cache.layer(runner.config.num_pages)
+    try:
+        return str(model.choose_fused(x, (cache,) * model.config.num_layers)[0])
+    except NotImplementedError as refusal:
+        return f"one by one ({refusal})"
 
 
 def _log_weights(model: CausalLM, num_rows: int) -> None:

@@ -22,7 +22,7 @@ from jaxinfer.nn.rotary import RotaryTable
 from jaxinfer.nn.weights import plain_layout
 from kernels.decoder_layers import LayerWeights
 from kernels.dispatch import Choice
-from kernels.paged_attention import AttentionMetadata, KVCache
+from kernels.paged_attention import AttentionMetadata, KVCache, KVStruct
 
 
 class LayerFactory(Protocol):
@@ -125,7 +125,9 @@ class CausalLM(nnx.Module):
         return self.norm(x), tuple(new_kv)
 
     def choose_fused(
-        self, x: Float[Array, "T D"] | jax.ShapeDtypeStruct, kv: tuple[KVCache, ...]
+        self,
+        x: Float[Array, "T D"] | jax.ShapeDtypeStruct,
+        kv: tuple[KVCache | KVStruct, ...],
     ) -> tuple[Choice, tuple[LayerWeights, ...]]:
         """Returns what runs all layers in one call, and their arrays.
 

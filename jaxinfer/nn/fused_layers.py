@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,21 +18,14 @@ from jaxinfer.nn.norm import RMSNorm
 from kernels import decoder_layers
 from kernels.decoder_layers import BlockMatrix, LayerShape, LayerWeights
 from kernels.dispatch import Choice
-from kernels.paged_attention import KVCache
-
-
-class FusedLayer(Protocol):
-    """A layer that can say what it is made of."""
-
-    def weights(self, rotary: int) -> LayerWeights:
-        """Returns its arrays; `rotary` is the number of its rotary table."""
+from kernels.paged_attention import KVCache, KVStruct
 
 
 def choose_fused(
     config: DecoderConfig,
     context: ModelContext,
     x: jax.Array | jax.ShapeDtypeStruct,
-    kv: Sequence[KVCache],
+    kv: Sequence[KVCache | KVStruct],
     layers: Sequence[LayerWeights],
 ) -> Choice:
     """Returns what runs all layers at once.
