@@ -141,12 +141,12 @@ def choose(
     Temperature first, then top-k, top-p over what top-k kept, min-p. Ties with the last token
     kept are kept. The CDF runs in vocabulary order.
     """
-    top = jnp.max(logits, axis=1, keepdims=True)
-    best = best_ids(logits, top)
+    best = best_ids(logits, jnp.max(logits, axis=1, keepdims=True))
     temperature = rows.reals[:, columns.TEMPERATURE]
     is_greedy = temperature == 0
 
     def draw(_: None) -> Int32[Array, " B"]:
+        top = jnp.max(logits, axis=1, keepdims=True)
         scaled = (logits - top) / jnp.where(is_greedy, 1.0, temperature)[:, None]
         weights = _filtered_weights(scaled, rows)
         seed_low, seed_high = (
@@ -290,9 +290,13 @@ def sample(
     def chosen(_: None) -> Int32[Array, " B"]:
         return choose(shape_logits(raw, rows, state.counts, row_ids, length), rows, length)
 
-    # In a step where every row wants its best token, nothing else looks at the logits.
-    is_plain = jnp.all(_wants_best(rows, length))
-    token = lax.cond(is_plain, lambda _: stats.best, chosen, None)
+    if platform == "cpu":
+        # In a step where every row wants its best token, nothing else looks at the logits. Chips
+        # would hold one copy of them more for it.
+        is_plain = jnp.all(_wants_best(rows, length))
+        token = lax.cond(is_plain, lambda _: stats.best, chosen, None)
+    else:
+        token = chosen(None)
     token = jnp.where(target >= 0, target, token)
     return report(raw, stats.log_total, token, wants_top)
 
