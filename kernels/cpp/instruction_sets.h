@@ -21,3 +21,13 @@ inline bool runs_here(std::string_view name) {
 }
 
 }  // namespace jaxinfer
+
+// Of what is compiled as NAME_portable and for each instruction set: the best that runs here. To
+// be asked when a program runs, not when it is compiled: it may come from another machine's cache.
+#if defined(__x86_64__)
+#define JAXINFER_BEST(name)                             \
+  (::jaxinfer::runs_here("avx512") ? name##_avx512      \
+   : ::jaxinfer::runs_here("avx2") ? name##_avx2 : name##_portable)
+#else
+#define JAXINFER_BEST(name) (name##_portable)
+#endif

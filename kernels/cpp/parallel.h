@@ -5,7 +5,6 @@
 #include <cstdint>
 #include <memory>
 #include <thread>
-#include <type_traits>
 
 #if defined(__x86_64__)
 #include <immintrin.h>

@@ -70,9 +70,12 @@ class Reader {
   Matrix matrix(int64_t num_blocks, int64_t num_rows, int64_t num_columns, int64_t slot_rows,
                 const char* name) {
     Matrix m{};
-    m.num_rows = num_rows, m.num_columns = num_columns;
+    m.num_rows = num_rows;
     const int64_t count = number();
-    if (count < 1 || count > Matrix::kMostPieces) return fail(std::string(name) + " has " + std::to_string(count) + " pieces"), m;
+    if (count < 1 || count > Matrix::kMostPieces) {
+      fail(std::string(name) + " has " + std::to_string(count) + " pieces");
+      return m;
+    }
     m.num_pieces = static_cast<int>(count);
     int64_t rows = 0;
     for (int i = 0; i < m.num_pieces && problem.empty(); ++i) {
@@ -247,8 +250,7 @@ ffi::Error run_layers(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer num
   const std::string wrong = describe_rows(num_seqs, kv_lens, cu_q_lens, slots, page_table,
                                           is_decode, s, num_groups);
   if (!wrong.empty()) return invalid(wrong);
-  if (static_cast<int64_t>(workspace->element_count()) <
-          Workspace::num_floats(s) ||
+  if (static_cast<int64_t>(workspace->element_count()) < Workspace::num_floats(s) ||
       workspace->element_type() != ffi::F32) {
     return invalid("the workspace is " + describe(*workspace));
   }
@@ -289,11 +291,9 @@ Kernels amx() { return with_avx512(multipliers_amx()); }
 #endif
 
 Kernels best() {
-#if defined(__x86_64__)
-  if (runs_here("avx512")) return with_avx512(multipliers_best());
-  if (runs_here("avx2")) return avx2();
-#endif
-  return portable();
+  static const Kernels kernels = {&JAXINFER_BEST(decoder_loops), &JAXINFER_BEST(attention_loops),
+                                  multipliers_best()};
+  return kernels;
 }
 
 }  // namespace

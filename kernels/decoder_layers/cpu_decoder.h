@@ -17,7 +17,7 @@ struct Matrix {
   Product pieces[kMostPieces];         // without x and out
   int64_t block_rows[kMostPieces];     // of each piece, its rows in a block
   int num_pieces;
-  int64_t num_rows, num_columns;       // of the whole
+  int64_t num_rows;                    // of the whole
   const float* bias;                   // [num_rows], in the order of the whole, or null
 };
 

@@ -89,17 +89,8 @@ const LogitLoops& avx2_loops() { return logit_loops_avx2; }
 const LogitLoops& avx512_loops() { return logit_loops_avx512; }
 #endif
 
-const LogitLoops& find_best_loops() {
-#if defined(__x86_64__)
-  if (runs_here("avx512")) return logit_loops_avx512;
-  if (runs_here("avx2")) return logit_loops_avx2;
-#endif
-  return logit_loops_portable;
-}
-
-// Asked when a program runs, not when it is compiled: it may come from another machine's cache.
 const LogitLoops& best_loops() {
-  static const LogitLoops& loops = find_best_loops();
+  static const LogitLoops& loops = JAXINFER_BEST(logit_loops);
   return loops;
 }
 

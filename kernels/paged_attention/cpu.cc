@@ -163,17 +163,8 @@ const Loops& avx2_loops() { return attention_loops_avx2; }
 const Loops& avx512_loops() { return attention_loops_avx512; }
 #endif
 
-const Loops& find_best_loops() {
-#if defined(__x86_64__)
-  if (runs_here("avx512")) return attention_loops_avx512;
-  if (runs_here("avx2")) return attention_loops_avx2;
-#endif
-  return attention_loops_portable;
-}
-
-// Asked when a program runs, not when it is compiled: it may come from another machine's cache.
 const Loops& best_loops() {
-  static const Loops& loops = find_best_loops();
+  static const Loops& loops = JAXINFER_BEST(attention_loops);
   return loops;
 }
 

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <vector>
 
+#include "../cpp/memory.h"
 #include "cpu_attention.h"
 
 namespace jaxinfer {
@@ -185,12 +186,9 @@ class Plan {
 };
 
 // Memory of the calling thread for as long as it lives, aligned to cache lines.
-inline float* thread_scratch(int64_t num_floats) {
-  static thread_local std::vector<float> memory;
-  const size_t needed = static_cast<size_t>(num_floats) + 16;
-  if (memory.size() < needed) memory.assign(needed, 0.0f);
-  const auto address = reinterpret_cast<uintptr_t>(memory.data());
-  return memory.data() + (64 - address % 64) % 64 / sizeof(float);
+static inline float* thread_scratch(int64_t num_floats) {
+  static thread_local KeptFloats kept;
+  return kept.at_least(num_floats);
 }
 
 }  // namespace jaxinfer

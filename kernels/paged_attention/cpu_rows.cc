@@ -320,38 +320,6 @@ class TileLoops {
     }
   }
 
-  // Transposes as many words of elements as a register has lanes, of as many keys: the fewer bits
-  // an element has, the fewer times.
-  template <class Type>
-  static JAXINFER_INLINE void gather_words(const typename Type::Held* const* rows, int64_t h,
-                                           float* to, int64_t stride) {
-    constexpr int kWords = 4 / sizeof(typename Type::Held);
-    Lanes square[kWidth];
-#pragma GCC unroll 16
-    for (int i = 0; i < kWidth; ++i) square[i] = read<Lanes>(rows[i] + h);
-    transpose(square);
-#pragma GCC unroll 16
-    for (int i = 0; i < kWidth; ++i) {
-#pragma GCC unroll 4
-      for (int part = 0; part < kWords; ++part) {
-        const Lanes element = Type::decode_word(bits_of<Words>(square[i]), part);
-        store(to + (i * kWords + part) * stride, element);
-      }
-    }
-  }
-
-  // Transposes `kCount` elements of as many keys as a register has lanes.
-  template <class Type, int kCount>
-  static JAXINFER_INLINE void gather_elements(const typename Type::Held* const* rows, int64_t h,
-                                              float* to, int64_t stride) {
-    Lanes square[kWidth];
-#pragma GCC unroll 16
-    for (int i = 0; i < kWidth; ++i) square[i] = decode_part<Type>(rows[i] + h, kCount);
-    transpose(square);
-#pragma GCC unroll 16
-    for (int i = 0; i < (kCount < kWidth ? kCount : kWidth); ++i) store(to + i * stride, square[i]);
-  }
-
   const Attention& p_;
   const Tile& tile_;
   Ahead& ahead_;

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "../cpp/handler.h"
+#include "../cpp/memory.h"
 #include "../cpp/parallel.h"
 #include "cpu_blocks.h"
 #include "cpu_describe.h"
@@ -50,15 +51,6 @@ ffi::Error describe_product(ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuff
   p.x = x.element_type() == ffi::F32 ? static_cast<const float*>(x.untyped_data()) : nullptr;
   p.out = static_cast<float*>(out.untyped_data());
   return ffi::Error::Success();
-}
-
-// Floats of the calling thread that are kept for its next call, aligned to cache lines.
-float* thread_memory(int64_t count) {
-  static thread_local std::vector<float> memory;
-  const size_t needed = static_cast<size_t>(count) + 16;
-  if (memory.size() < needed) memory.resize(needed);
-  const auto address = reinterpret_cast<uintptr_t>(memory.data());
-  return memory.data() + (64 - address % 64) % 64 / sizeof(float);
 }
 
 void widen(const uint16_t* from, int64_t count, float* to) {
@@ -101,15 +93,16 @@ ffi::Error multiply(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes
 
   const bool is_tiny = p.num_tokens * p.num_rows * p.num_columns < kTinyProduct;
   Team team(pool, is_tiny ? 1 : std::max<int64_t>(pool.num_threads(), 1));
+  static thread_local KeptFloats kept;
   const auto* const halves = static_cast<const uint16_t*>(x.untyped_data());
   const bool rounds = !p.x && p.in_blocks && m.rounded_blocks;
   Bfloat16Tokens rounded{};
   if (rounds) {
-    float* const memory = thread_memory(packed_floats(p.num_tokens, p.num_columns));
+    float* const memory = kept.at_least(packed_floats(p.num_tokens, p.num_columns));
     rounded = pack(team, *m.rounded_blocks, halves, p.num_tokens, p.num_columns, memory);
   } else if (!p.x) {
     const int64_t count = p.num_tokens * p.num_columns;
-    float* const wide = thread_memory(count);
+    float* const wide = kept.at_least(count);
     widen(halves, count, wide);
     p.x = wide;
   }

@@ -2,6 +2,7 @@
 // for AVX-512's dot products, with LOOPS as the name of their table. Each adds the products of a
 // result up in one order, pair of columns by pair, whatever the other tokens are.
 
+#include "../cpp/memory.h"
 #include "cpu_blocks.h"
 #include "cpu_blocks_decode.h"
 #include "cpu_blocks_tiles.h"
@@ -195,27 +196,9 @@ void pack(const float* token, int64_t size, uint16_t* row, float* sums) {
   }
 }
 
-// Floats of the calling thread, aligned to cache lines, that are kept for its next call.
-class Memory {
- public:
-  ~Memory() { _mm_free(floats_); }
-  float* at_least(int64_t count) {
-    if (count > count_) {
-      _mm_free(floats_);
-      floats_ = static_cast<float*>(_mm_malloc(static_cast<size_t>(count) * sizeof(float), 64));
-      count_ = count;
-    }
-    return floats_;
-  }
-
- private:
-  float* floats_ = nullptr;
-  int64_t count_ = 0;
-};
-
 const float* sums_of_groups(const Product& p, const float* sums) {
   if (!p.offset || p.group_size == kSumColumns) return sums;
-  static thread_local Memory memory;
+  static thread_local KeptFloats memory;
   float* const totals = memory.at_least(p.num_tokens * p.num_groups);
   const int64_t parts = p.group_size / kSumColumns;
   for (int64_t i = 0; i < p.num_tokens * p.num_groups; ++i) {
@@ -230,7 +213,7 @@ template <class Decoder>
 void multiply_blocks(const Product& p, const Bfloat16Tokens& tokens, int64_t first_row,
                      int64_t last_row) {
   static thread_local Scratch scratch;
-  static thread_local Memory results;
+  static thread_local KeptFloats results;
   const int pairs = p.group_size < kChunk ? kPairs / 2 : kPairs;
   const int64_t most = p.num_tokens < kTokenTile ? p.num_tokens : kTokenTile;
   Tiles tiles(static_cast<int>(most), pairs);

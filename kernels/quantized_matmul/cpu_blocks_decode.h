@@ -1,16 +1,11 @@
 // Decodes weights in blocks of rows to pairs of bfloat16 numbers. Included by cpu_blocks.cc.
 #pragma once
 
-#include <immintrin.h>
 #include <string.h>
 
-#include "cpu_blocks.h"
-
-#define JAXINFER_INLINE inline __attribute__((always_inline))
+#include "cpu_blocks_scales.h"
 
 namespace {
-
-using namespace jaxinfer;
 
 constexpr int64_t kChunk = 32;       // columns that are decoded together
 constexpr int kPairs = kChunk / 2;   // rows of a decoded tile: a pair of columns of sixteen rows
@@ -92,20 +87,5 @@ struct Bytes {
     return _mm512_or_si512(_mm512_srli_epi32(low, 16), high);
   }
 };
-
-JAXINFER_INLINE __m512 load_scales(const void* from, FloatType type, int64_t index) {
-  switch (type) {
-    case FloatType::kFloat16:
-      return _mm512_cvtph_ps(_mm256_loadu_si256(
-          reinterpret_cast<const __m256i*>(static_cast<const uint16_t*>(from) + index)));
-    case FloatType::kBfloat16:
-      return _mm512_castsi512_ps(_mm512_slli_epi32(
-          _mm512_cvtepu16_epi32(_mm256_loadu_si256(
-              reinterpret_cast<const __m256i*>(static_cast<const uint16_t*>(from) + index))),
-          16));
-    case FloatType::kFloat32: break;
-  }
-  return _mm512_loadu_ps(static_cast<const float*>(from) + index);
-}
 
 }  // namespace

@@ -2,27 +2,13 @@
 // float32 as the reference does it. A result's columns are added up in four sums, in order,
 // whatever the other tokens are.
 
-#include <immintrin.h>
-
-#include "cpu_blocks.h"
-
-#define JAXINFER_INLINE inline __attribute__((always_inline))
+#include "cpu_blocks_scales.h"
 
 namespace {
 
-using namespace jaxinfer;
-
 constexpr int kChunk = 32, kSums = 4, kTokens = 4;
 
-JAXINFER_INLINE __m512 load_scales(const void* from, FloatType type, int64_t index) {
-  if (type == FloatType::kFloat32) return _mm512_loadu_ps(static_cast<const float*>(from) + index);
-  const auto* const halves = static_cast<const uint16_t*>(from) + index;
-  const __m256i held = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(halves));
-  if (type == FloatType::kFloat16) return _mm512_cvtph_ps(held);
-  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(held), 16));
-}
-
-// Where a chunk's column lies in the lanes of register `column / 4 % ...`: see cpu_blocks.h.
+// Which byte of a lane is the column of each of four: see cpu_blocks.h.
 constexpr int kMiddlesExchanged[4] = {0, 2, 1, 3};
 
 class Block {

@@ -141,7 +141,7 @@ inline void store_some(PanelTiles& tiles, float* to, int64_t stride, int64_t num
 template <class Decoder>
 void multiply_panels(const Product& p, const Bfloat16Tokens& tokens, int64_t first_row,
                      int64_t last_row) {
-  static thread_local Memory memory;
+  static thread_local KeptFloats memory;
   const int64_t num_chunks = p.num_columns / kChunk, block_words = num_chunks * kTileWords;
   const int64_t num_blocks = (last_row - first_row) / kBlockRows;
   // Blocks are multiplied in pairs: the last may be without another, and is its own.

@@ -58,13 +58,10 @@ inline Multipliers find_best_multipliers() {
 #if defined(__x86_64__)
   if (runs_here("amx")) return multipliers_amx();
   if (runs_here("avx512bf16")) return multipliers_avx512bf16();
-  if (runs_here("avx512")) return multipliers_avx512();
-  if (runs_here("avx2")) return multipliers_avx2();
 #endif
-  return multipliers_portable();
+  return JAXINFER_BEST(multipliers)();
 }
 
-// Asked when a program runs, not when it is compiled: it may come from another machine's cache.
 inline Multipliers multipliers_best() {
   static const Multipliers best = find_best_multipliers();
   return best;

@@ -72,7 +72,7 @@ Product make_product(Random& random, bool may_have_blocks, int64_t rows, int64_t
 Matrix make_matrix(Random& random, bool may_have_blocks, int64_t blocks, int64_t slots,
                    int64_t slot_rows, int64_t columns, Memory& memory) {
   Matrix m{};
-  m.num_rows = blocks * slots * slot_rows, m.num_columns = columns;
+  m.num_rows = blocks * slots * slot_rows;
   while (slots > 0) {
     const int64_t taken = m.num_pieces == 2 ? slots : 1 + random.below(static_cast<int>(slots));
     m.block_rows[m.num_pieces] = taken * slot_rows;
