@@ -35,7 +35,8 @@ class Reader {
       : x_(x), args_(args), numbers_(numbers) {}
 
   std::string problem;
-  bool has_blocks = false;  // whether any matrix has its rows in blocks
+  bool has_blocks = false;    // whether any matrix has its rows in blocks
+  bool are_integers = true;   // whether the codes of all are integers
 
   void fail(const std::string& text) {
     if (problem.empty()) problem = text;
@@ -109,6 +110,7 @@ class Reader {
         describe_weights(codes, scale, offset, book, kCodes[code], row_block, num_columns, p);
     if (!wrong.empty()) fail(std::string(name) + ": " + wrong);
     has_blocks = has_blocks || p.in_blocks;
+    are_integers = are_integers && p.code_bias >= 0;
   }
 
   ffi::AnyBuffer x_;
@@ -263,14 +265,15 @@ ffi::Error run_layers(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer num
   }
   if (reader.problem.empty() && !reader.is_at_end()) reader.fail("there are too many operands");
   if (!reader.problem.empty()) return invalid(reader.problem);
-  const bool has_blocks = reader.has_blocks;
 
   auto* const to = static_cast<float*>(out->untyped_data());
   if (to != x.untyped_data()) std::memcpy(to, x.untyped_data(), x.size_bytes());
   if (s.num_tokens == 0) return ffi::Error::Success();
   const Kernels k = kernels();
-  s.rounds = rounds && has_blocks && k.multipliers.rounded_blocks;
-  if (has_blocks && !k.multipliers.blocks) return invalid("weights in blocks need AVX-512");
+  if (rounds && reader.has_blocks) {
+    s.rounding = k.multipliers.rounding_of(s.all_tokens, reader.are_integers);
+  }
+  if (reader.has_blocks && !k.multipliers.blocks) return invalid("weights in blocks need AVX-512");
   Team team(pool, std::max<int64_t>(pool.num_threads(), 1));
   Step step(s, rotaries, to, static_cast<float*>(workspace->untyped_data()), k, team);
   for (const Layer& layer : layers) step.run(layer);
@@ -327,12 +330,12 @@ Kernels best() {
                                     .Attr<bool>("is_decode")             \
                                     .Attr<ffi::Span<const int64_t>>("layout"))
 
-JAXINFER_HANDLER(jaxinfer_decoder_layers_v1, best);
+JAXINFER_HANDLER(jaxinfer_decoder_layers_v2, best);
 // For tests, and to measure one against another.
-JAXINFER_HANDLER(jaxinfer_decoder_layers_v1_portable, portable);
+JAXINFER_HANDLER(jaxinfer_decoder_layers_v2_portable, portable);
 #if defined(__x86_64__)
-JAXINFER_HANDLER(jaxinfer_decoder_layers_v1_avx2, avx2);
-JAXINFER_HANDLER(jaxinfer_decoder_layers_v1_avx512, avx512);
-JAXINFER_HANDLER(jaxinfer_decoder_layers_v1_avx512bf16, avx512bf16);
-JAXINFER_HANDLER(jaxinfer_decoder_layers_v1_amx, amx);
+JAXINFER_HANDLER(jaxinfer_decoder_layers_v2_avx2, avx2);
+JAXINFER_HANDLER(jaxinfer_decoder_layers_v2_avx512, avx512);
+JAXINFER_HANDLER(jaxinfer_decoder_layers_v2_avx512bf16, avx512bf16);
+JAXINFER_HANDLER(jaxinfer_decoder_layers_v2_amx, amx);
 #endif

@@ -24,7 +24,7 @@ from kernels.quantized_matmul import cpu as matmul
 __all__ = ["is_available", "run", "supports", "unavailable"]
 
 # The version is that of the handlers in cpu.cc.
-_TARGET = "jaxinfer_decoder_layers_v1"
+_TARGET = "jaxinfer_decoder_layers_v2"
 # In the order of cpu.cc.
 _CODES = ("int8", "fp8", "int4", "uint4")
 _ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
@@ -134,10 +134,11 @@ def _num_floats(shape: LayerShape, num_tokens: int, hidden: int, intermediate: i
     """As `Workspace` in cpu_step.h counts them."""
     heads, kv = shape.num_heads * shape.head_dim, 2 * shape.num_kv_heads * shape.head_dim
     products = (heads + kv) + heads + kv + hidden + 2 * intermediate
-    operands = hidden + heads + intermediate
-    tile = 16  # tokens
+    tile, chunk, chunk_floats = 16, 32, 19  # tokens, columns, and floats of a rounded chunk
     packed = num_tokens if num_tokens <= tile else -(-num_tokens // tile) * tile
-    return packed * (products + operands + operands // 2 + operands // 16)
+    chunks = sum(-(-size // chunk) for size in (hidden, heads, intermediate))
+    floats = num_tokens * (products + hidden + heads + intermediate)
+    return floats + packed * chunks * chunk_floats
 
 
 def _add_layer(layer: LayerWeights, operands: list[Any], layout: list[int]) -> None:

@@ -19,7 +19,7 @@ struct StepShape {
   int64_t num_tokens;  // rows of x that are computed; there may be more
   int64_t hidden, num_heads, num_kv_heads, head_dim, intermediate;
   Activation activation;
-  bool rounds;  // tokens to bfloat16 before they are multiplied by weights in blocks
+  Rounding rounding;  // of tokens that are multiplied by weights in blocks
   float eps, scale, soft_cap;
   const int32_t* slots;        // [num_groups, all_tokens]
   const int32_t* page_tables;  // [num_groups, num_rows, max_pages]
@@ -35,10 +35,17 @@ struct Rotary {
 // What is multiplied by a matrix: float32, and rounded if the step rounds.
 struct Operand {
   float* floats;
-  Bfloat16Tokens rounded;
+  RoundedTokens rounded;
+
+  Operand(const StepShape& s, int64_t size, float* memory)
+      : floats(memory), rounded(s.rounding, s.num_tokens, size, memory + s.num_tokens * size) {}
+
+  static int64_t num_floats(int64_t num_tokens, int64_t size) {
+    return num_tokens * size + RoundedTokens::num_floats(num_tokens, size);
+  }
 };
 
-// Arrays of floats per token in the workspace of a call. There are as many tokens as are packed.
+// Arrays of floats in the workspace of a call, for the tokens that are computed.
 struct Workspace {
   Operand normed, attended, gated;
   float *qkv, *queries, *new_kv, *projected, *gate_up;
@@ -46,26 +53,29 @@ struct Workspace {
   static int64_t num_floats(const StepShape& s) {
     const int64_t heads = s.num_heads * s.head_dim, kv = 2 * s.num_kv_heads * s.head_dim;
     const int64_t products = (heads + kv) + heads + kv + s.hidden + 2 * s.intermediate;
-    const int64_t operands = s.hidden + heads + s.intermediate;
-    const int64_t rounded = operands / 2 + operands / kSumColumns;
-    return packed_tokens(s.all_tokens) * (products + operands + rounded);
+    return s.all_tokens * products + Operand::num_floats(s.all_tokens, s.hidden) +
+           Operand::num_floats(s.all_tokens, heads) +
+           Operand::num_floats(s.all_tokens, s.intermediate);
   }
 
-  Workspace(const StepShape& s, float* memory) {
-    const int64_t heads = s.num_heads * s.head_dim, kv = 2 * s.num_kv_heads * s.head_dim;
-    const auto take = [&](int64_t floats) {
-      float* const taken = memory;
-      memory += floats;
-      return taken;
-    };
-    const auto operand = [&](int64_t size) {
-      float* const floats = take(s.num_tokens * size);
-      return Operand{floats, packed_at(take(packed_floats(s.num_tokens, size)), s.num_tokens, size)};
-    };
-    normed = operand(s.hidden), attended = operand(heads), gated = operand(s.intermediate);
-    qkv = take(s.num_tokens * (heads + kv));
-    queries = take(s.num_tokens * heads), new_kv = take(s.num_tokens * kv);
-    projected = take(s.num_tokens * s.hidden), gate_up = take(s.num_tokens * 2 * s.intermediate);
+  Workspace(const StepShape& s, float* memory)
+      : Workspace(s, memory, s.num_heads * s.head_dim, 2 * s.num_kv_heads * s.head_dim) {}
+
+ private:
+  // Members take their memory in the order in which they are declared.
+  Workspace(const StepShape& s, float* memory, int64_t heads, int64_t kv)
+      : normed(s, s.hidden, take(memory, Operand::num_floats(s.num_tokens, s.hidden))),
+        attended(s, heads, take(memory, Operand::num_floats(s.num_tokens, heads))),
+        gated(s, s.intermediate, take(memory, Operand::num_floats(s.num_tokens, s.intermediate))),
+        qkv(take(memory, s.num_tokens * (heads + kv))),
+        queries(take(memory, s.num_tokens * heads)), new_kv(take(memory, s.num_tokens * kv)),
+        projected(take(memory, s.num_tokens * s.hidden)),
+        gate_up(take(memory, s.num_tokens * 2 * s.intermediate)) {}
+
+  static float* take(float*& memory, int64_t floats) {
+    float* const taken = memory;
+    memory += floats;
+    return taken;
   }
 };
 
@@ -81,11 +91,7 @@ class Step {
   Step(const StepShape& shape, const std::vector<Rotary>& rotaries, float* x, float* memory,
        const Kernels& kernels, Team& team)
       : s_(shape), rotaries_(rotaries), x_(x), work_(shape, memory), kernels_(kernels),
-        loops_(*kernels.loops), attention_(*kernels.attention), team_(team) {
-    clear_padding(work_.normed, s_.hidden);
-    clear_padding(work_.attended, s_.num_heads * s_.head_dim);
-    clear_padding(work_.gated, s_.intermediate);
-  }
+        loops_(*kernels.loops), attention_(*kernels.attention), team_(team) {}
 
   void run(const Layer& layer) {
     normalize_x(layer.input_norm);
@@ -113,17 +119,9 @@ class Step {
   static constexpr int64_t kTokensPerChunk = 4;
   static constexpr int64_t kTinyAttention = 1 << 16;
 
-  // Tiles of tokens are multiplied whole.
-  void clear_padding(const Operand& operand, int64_t size) const {
-    const int64_t missing = packed_tokens(s_.num_tokens) - s_.num_tokens;
-    std::memset(operand.rounded.rows + s_.num_tokens * size, 0,
-                static_cast<size_t>(missing * size) * sizeof(uint16_t));
-  }
-
-  void round(const Operand& operand, int64_t token, int64_t size) const {
-    if (!s_.rounds) return;
-    kernels_.multipliers.rounded_blocks->pack(operand.floats + token * size, size, operand.rounded.rows + token * size,
-                          operand.rounded.sums + token * size / kSumColumns);
+  void round(const Operand& operand, int64_t token) const {
+    if (!s_.rounding) return;
+    operand.rounded.pack(operand.floats + token * operand.rounded.num_columns, token);
   }
 
   template <class Work>
@@ -139,7 +137,7 @@ class Step {
     for_tokens([&](int64_t token) {
       const int64_t at = token * s_.hidden;
       loops_.normalize(x_ + at, weight, s_.eps, s_.hidden, work_.normed.floats + at);
-      round(work_.normed, token, s_.hidden);
+      round(work_.normed, token);
     });
   }
 
@@ -160,7 +158,7 @@ class Step {
       while (chunk >= first_chunk[i + 1]) ++i;
       const int64_t begin = (chunk - first_chunk[i]) * rows;
       const int64_t end = std::min(begin + rows, products[i].num_rows);
-      kernels_.multipliers.multiply(products[i], s_.rounds ? &x.rounded : nullptr, begin, end);
+      kernels_.multipliers.multiply(products[i], x.rounded, begin, end);
     });
   }
 
@@ -227,8 +225,8 @@ class Step {
       team_.run(num_tiles, run);
     }
     for (const Tile& tile : plan.merges) attention_.merge(p, tile);
-    if (!s_.rounds) return;
-    for_tokens([&](int64_t token) { round(work_.attended, token, s_.num_heads * s_.head_dim); });
+    if (!s_.rounding) return;
+    for_tokens([&](int64_t token) { round(work_.attended, token); });
   }
 
   Planned& plan(const Layer& layer) {
@@ -258,7 +256,7 @@ class Step {
         loops_.add(gate_up.bias + size, size, const_cast<float*>(ups));
       }
       loops_.gate(s_.activation, gates, ups, size, work_.gated.floats + token * size);
-      round(work_.gated, token, size);
+      round(work_.gated, token);
     });
   }
 

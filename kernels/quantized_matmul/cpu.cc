@@ -17,6 +17,7 @@
 #include "cpu_describe.h"
 #include "cpu_multipliers.h"
 #include "cpu_product.h"
+#include "cpu_tokens.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace {
@@ -60,24 +61,17 @@ void widen(const uint16_t* from, int64_t count, float* to) {
   }
 }
 
-// Lays bfloat16 tokens out for weights in blocks; whole tiles, the last one filled with zeros.
-Bfloat16Tokens pack(Team& team, const BlockLoops& loops, const uint16_t* x, int64_t num_tokens,
-                    int64_t num_columns, float* memory) {
-  const Bfloat16Tokens packed = packed_at(memory, num_tokens, num_columns);
-  const int64_t missing = packed_tokens(num_tokens) - num_tokens;
-  std::memset(packed.rows + num_tokens * num_columns, 0,
-              static_cast<size_t>(missing * num_columns) * sizeof(uint16_t));
-  const int64_t chunks = (num_tokens + kTokenTile - 1) / kTokenTile;
-  team.run(chunks, [&](int64_t chunk) {
-    std::vector<float> wide(static_cast<size_t>(num_columns));
-    const int64_t end = std::min((chunk + 1) * kTokenTile, num_tokens);
+// Rounds bfloat16 tokens, as many at a time as a thread is worth.
+void pack(Team& team, const uint16_t* x, const RoundedTokens& to) {
+  const int64_t columns = to.num_columns;
+  team.run((to.num_tokens + kTokenTile - 1) / kTokenTile, [&](int64_t chunk) {
+    std::vector<float> wide(static_cast<size_t>(columns));
+    const int64_t end = std::min((chunk + 1) * kTokenTile, to.num_tokens);
     for (int64_t token = chunk * kTokenTile; token < end; ++token) {
-      widen(x + token * num_columns, num_columns, wide.data());
-      loops.pack(wide.data(), num_columns, packed.rows + token * num_columns,
-                 packed.sums + token * num_columns / kSumColumns);
+      widen(x + token * columns, columns, wide.data());
+      to.pack(wide.data(), token);
     }
   });
-  return packed;
 }
 
 template <Multipliers (*multipliers)()>
@@ -95,11 +89,13 @@ ffi::Error multiply(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes
   Team team(pool, is_tiny ? 1 : std::max<int64_t>(pool.num_threads(), 1));
   static thread_local KeptFloats kept;
   const auto* const halves = static_cast<const uint16_t*>(x.untyped_data());
-  const bool rounds = !p.x && p.in_blocks && m.rounded_blocks;
-  Bfloat16Tokens rounded{};
-  if (rounds) {
-    float* const memory = kept.at_least(packed_floats(p.num_tokens, p.num_columns));
-    rounded = pack(team, *m.rounded_blocks, halves, p.num_tokens, p.num_columns, memory);
+  const bool rounds = !p.x && p.in_blocks;
+  const Rounding rounding = m.rounding_of(p.num_tokens, p.code_bias >= 0);
+  const RoundedTokens rounded(
+      rounds ? rounding : Rounding{}, p.num_tokens, p.num_columns,
+      kept.at_least(RoundedTokens::num_floats(p.num_tokens, p.num_columns)));
+  if (rounded.rounding) {
+    pack(team, halves, rounded);
   } else if (!p.x) {
     const int64_t count = p.num_tokens * p.num_columns;
     float* const wide = kept.at_least(count);
@@ -109,7 +105,7 @@ ffi::Error multiply(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes
   const int64_t rows = rows_per_chunk(p.num_rows, p.num_tokens, team.num_threads());
   team.run((p.num_rows + rows - 1) / rows, [&](int64_t chunk) {
     const int64_t end = std::min((chunk + 1) * rows, p.num_rows);
-    m.multiply(p, rounds ? &rounded : nullptr, chunk * rows, end);
+    m.multiply(p, rounded, chunk * rows, end);
   });
   return ffi::Error::Success();
 }
@@ -130,14 +126,14 @@ ffi::Error multiply(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes
                                     .Attr<std::string_view>("code")   \
                                     .Attr<int64_t>("row_block"))
 
-JAXINFER_HANDLER(jaxinfer_quantized_matmul_v2, multipliers_best);
+JAXINFER_HANDLER(jaxinfer_quantized_matmul_v3, multipliers_best);
 // For tests, and to measure one against another.
-JAXINFER_HANDLER(jaxinfer_quantized_matmul_v2_portable, multipliers_portable);
+JAXINFER_HANDLER(jaxinfer_quantized_matmul_v3_portable, multipliers_portable);
 #if defined(__x86_64__)
-JAXINFER_HANDLER(jaxinfer_quantized_matmul_v2_avx2, multipliers_avx2);
-JAXINFER_HANDLER(jaxinfer_quantized_matmul_v2_avx512, multipliers_avx512);
-JAXINFER_HANDLER(jaxinfer_quantized_matmul_v2_avx512bf16, multipliers_avx512bf16);
-JAXINFER_HANDLER(jaxinfer_quantized_matmul_v2_amx, multipliers_amx);
+JAXINFER_HANDLER(jaxinfer_quantized_matmul_v3_avx2, multipliers_avx2);
+JAXINFER_HANDLER(jaxinfer_quantized_matmul_v3_avx512, multipliers_avx512);
+JAXINFER_HANDLER(jaxinfer_quantized_matmul_v3_avx512bf16, multipliers_avx512bf16);
+JAXINFER_HANDLER(jaxinfer_quantized_matmul_v3_amx, multipliers_amx);
 #endif
 
 // Of XLA's FFI, version 0: a runtime takes handlers of its own version and of earlier ones.

@@ -27,7 +27,7 @@ from kernels.quantized_matmul.format import (
 __all__ = ["best_layout", "is_available", "matmul", "supports", "unavailable"]
 
 # The version is that of the handlers in cpu.cc.
-_TARGET = "jaxinfer_quantized_matmul_v2"
+_TARGET = "jaxinfer_quantized_matmul_v3"
 # Those that multiply weights in blocks of rows, and of them those that do it faster.
 _BLOCK_SETS = {"amx", "avx512bf16", "avx512"}
 _BFLOAT16_SETS = {"amx", "avx512bf16"}

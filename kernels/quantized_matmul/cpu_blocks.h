@@ -30,16 +30,6 @@ struct Bfloat16Tokens {
   float* sums;     // [packed_tokens, num_columns / kSumColumns], of the rounded numbers
 };
 
-// Floats of memory for both arrays.
-inline int64_t packed_floats(int64_t num_tokens, int64_t num_columns) {
-  return packed_tokens(num_tokens) * (num_columns / 2 + num_columns / kSumColumns);
-}
-
-inline Bfloat16Tokens packed_at(float* memory, int64_t num_tokens, int64_t num_columns) {
-  auto* const rows = reinterpret_cast<uint16_t*>(memory);
-  return {rows, memory + packed_tokens(num_tokens) * num_columns / 2};
-}
-
 struct BlockLoops {
   // Rounds one token of `size` columns, a multiple of 16.
   void (*pack)(const float* token, int64_t size, uint16_t* row, float* sums);
@@ -49,7 +39,30 @@ struct BlockLoops {
                    int64_t last_row);
 };
 
+constexpr int64_t kIntegerColumns = 32;
+
+// Columns of a token, rounded to `scale` times integers of fifteen bits: 128 * high + low.
+struct IntegerChunk {
+  int8_t high[kIntegerColumns], low[kIntegerColumns];  // as a lane of weights has its columns
+  int32_t totals[2];                                   // of the first and of the second half
+  float scale;
+};
+
+struct IntegerTokens {
+  IntegerChunk* chunks;  // [num_tokens, num_columns / kIntegerColumns]
+};
+
+struct IntegerLoops {
+  // Rounds one token of `size` columns, a multiple of kIntegerColumns.
+  void (*pack)(const float* token, int64_t size, IntegerChunk* chunks);
+  // As MultiplyRows, of weights with a code_bias; `first_row` begins a block. Sums are integers
+  // within a group's chunks, then float32 chunk by chunk.
+  void (*multiply)(const Product& p, const IntegerTokens& tokens, int64_t first_row,
+                   int64_t last_row);
+};
+
 #if defined(__x86_64__)
+extern const IntegerLoops integer_loops_avx512vnni;
 extern const BlockLoops block_loops_avx512bf16;
 extern const BlockLoops block_loops_amx;
 // float32 tokens `p.x` with weights in float32.

@@ -23,10 +23,12 @@ inline bool set_code(std::string_view name, xla::ffi::DataType dtype, bool has_c
                      Product& p) {
   if (name == "int8" || name == "fp8") {
     p.code = name == "int8" ? Code::kInt8 : Code::kFp8;
+    p.code_bias = name == "int8" ? 128 : -1;  // its sign's bit turned over
     return dtype == (name == "int8" ? xla::ffi::S8 : xla::ffi::F8E4M3FN) && !has_codebook;
   }
   if (name != "int4" && name != "uint4") return false;
   p.code = Code::kNibble;
+  p.code_bias = has_codebook ? -1 : name == "int4" ? 8 : 0;
   for (int i = 0; i < 16; ++i) p.table[i] = static_cast<float>(name == "int4" ? i - 8 : i);
   return dtype == xla::ffi::U8 && (name == "uint4" || !has_codebook);
 }

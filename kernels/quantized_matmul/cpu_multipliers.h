@@ -6,20 +6,32 @@
 #include "../cpp/instruction_sets.h"
 #include "cpu_blocks.h"
 #include "cpu_product.h"
+#include "cpu_tokens.h"
 
 namespace jaxinfer {
 
 struct Multipliers {
   MultiplyRows* rows;
   MultiplyRows* blocks;              // null, as the next, where weights are never in blocks
-  const BlockLoops* rounded_blocks;  // null where bfloat16 products are not faster
+  Rounding rounding;                 // of tokens that may be; null where it is not faster
+  // Up to so many tokens in a program, integers are multiplied faster than bfloat16 numbers.
+  int64_t most_integers;
 
-  // `rounded` are p's tokens in bfloat16, for weights in blocks; null to multiply `p.x`.
-  void multiply(const Product& p, const Bfloat16Tokens* rounded, int64_t first_row,
+  // How a program of `num_tokens` rounds them for matrices whose codes are integers or not.
+  Rounding rounding_of(int64_t num_tokens, bool are_integers) const {
+    const bool takes_integers = num_tokens <= most_integers && are_integers;
+    return {rounding.bfloat16, takes_integers ? rounding.integers : nullptr};
+  }
+
+  // `rounded` are p's tokens for weights in blocks; without rounding, `p.x` is multiplied.
+  void multiply(const Product& p, const RoundedTokens& rounded, int64_t first_row,
                 int64_t last_row) const {
     if (!p.in_blocks) return rows(p, first_row, last_row);
-    if (!rounded) return blocks(p, first_row, last_row);
-    rounded_blocks->multiply(p, *rounded, first_row, last_row);
+    if (!rounded.rounding) return blocks(p, first_row, last_row);
+    if (rounded.rounding.integers) {
+      return rounded.rounding.integers->multiply(p, rounded.integers, first_row, last_row);
+    }
+    rounded.rounding.bfloat16->multiply(p, rounded.bfloat16, first_row, last_row);
   }
 };
 
@@ -33,22 +45,24 @@ inline int64_t rows_per_chunk(int64_t num_rows, int64_t num_tokens, int64_t num_
   return std::max(even / kRowsOfALine, int64_t{1}) * kRowsOfALine;
 }
 
-inline Multipliers multipliers_portable() { return {multiply_rows_portable, nullptr, nullptr}; }
+inline Multipliers multipliers_portable() { return {multiply_rows_portable, nullptr, {}, 0}; }
 #if defined(__x86_64__)
-inline Multipliers multipliers_avx2() { return {multiply_rows_avx2, nullptr, nullptr}; }
+inline Multipliers multipliers_avx2() { return {multiply_rows_avx2, nullptr, {}, 0}; }
 #if defined(JAXINFER_HAS_BLOCKS)
 inline Multipliers multipliers_avx512() {
-  return {multiply_rows_avx512, multiply_blocks_avx512, nullptr};
+  return {multiply_rows_avx512, multiply_blocks_avx512, {}, 0};
 }
 inline Multipliers multipliers_avx512bf16() {
-  return {multiply_rows_avx512, multiply_blocks_avx512, &block_loops_avx512bf16};
+  return {multiply_rows_avx512, multiply_blocks_avx512, 
+          {&block_loops_avx512bf16, &integer_loops_avx512vnni}, 16};
 }
 inline Multipliers multipliers_amx() {
-  return {multiply_rows_avx512, multiply_blocks_avx512, &block_loops_amx};
+  return {multiply_rows_avx512, multiply_blocks_avx512, 
+          {&block_loops_amx, &integer_loops_avx512vnni}, 4};
 }
 #else
 // The compiler had none of it: no machine runs these sets, and no weights are in blocks.
-inline Multipliers multipliers_avx512() { return {multiply_rows_avx512, nullptr, nullptr}; }
+inline Multipliers multipliers_avx512() { return {multiply_rows_avx512, nullptr, {}, 0}; }
 inline Multipliers multipliers_avx512bf16() { return multipliers_avx512(); }
 inline Multipliers multipliers_amx() { return multipliers_avx512(); }
 #endif

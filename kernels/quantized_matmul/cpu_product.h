@@ -27,6 +27,7 @@ struct Product {
   int64_t group_size;       // a multiple of 16; where codes have 4 bits, 16 or a multiple of 32
   int64_t row_bytes;
   Code code;
+  int32_t code_bias;  // a code is its bits less this; negative where no integer is
   FloatType scale_type, offset_type;
   bool has_many_tokens;  // kManyTokens: of the program, not of the call, for the same bits
   bool in_blocks;  // codes, scale and offset lie as cpu_blocks.h says

@@ -9,6 +9,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -21,12 +22,10 @@ using namespace jaxinfer;
 
 struct Call {
   Product p{};
-  bool rounds = false;
-  std::vector<float> x, out, scale, offset, sums;
-  std::vector<uint16_t> rounded;
+  Rounding rounding{};
+  std::vector<float> x, out, scale, offset, rounded;
   std::vector<uint8_t> codes, stored_codes, stored_scale, stored_offset;
-
-  Bfloat16Tokens tokens() { return {rounded.data(), sums.data()}; }
+  std::optional<RoundedTokens> tokens;
 };
 
 // Values that every float type holds exactly.
@@ -90,11 +89,11 @@ std::vector<Element> in_blocks(const std::vector<Element>& from, int64_t num_row
   return to;
 }
 
-// Makes what it says in `call.p` and `call.rounds` of the sizes there.
+// Makes what it says in `call.p` and `call.rounding` of the sizes there.
 void fill(Random& random, bool has_offset, Call& call) {
   Product& p = call.p;
   call.x.resize(static_cast<size_t>(p.num_tokens * p.num_columns));
-  for (float& value : call.x) value = call.rounds ? simple(random) : random.uniform();
+  for (float& value : call.x) value = call.rounding ? simple(random) : random.uniform();
   call.codes.resize(static_cast<size_t>(p.num_rows * p.row_bytes));
   for (uint8_t& byte : call.codes) {
     byte = static_cast<uint8_t>(random.below(256));
@@ -118,24 +117,20 @@ void fill(Random& random, bool has_offset, Call& call) {
   p.out = call.out.data();
 }
 
-// Tokens that fill no tile are followed by zeros, and sums that nobody may use.
-void round_tokens(const BlockLoops& loops, Call& call) {
+// What follows the tokens is nobody's to use, but for the zeros that fill a tile.
+void round_tokens(Call& call) {
   const Product& p = call.p;
-  const int64_t packed = packed_tokens(p.num_tokens);
-  call.rounded.assign(static_cast<size_t>(packed * p.num_columns), 0);
-  call.sums.assign(static_cast<size_t>(packed * p.num_columns / kSumColumns), NAN);
-  const Bfloat16Tokens to = call.tokens();
-  for (int64_t t = 0; t < p.num_tokens; ++t) {
-    loops.pack(p.x + t * p.num_columns, p.num_columns, to.rows + t * p.num_columns,
-               to.sums + t * p.num_columns / kSumColumns);
-  }
+  call.rounded.assign(
+      static_cast<size_t>(RoundedTokens::num_floats(p.num_tokens, p.num_columns)), NAN);
+  call.tokens.emplace(call.rounding, p.num_tokens, p.num_columns, call.rounded.data());
+  if (!call.rounding) return;
+  for (int64_t t = 0; t < p.num_tokens; ++t) call.tokens->pack(p.x + t * p.num_columns, t);
 }
 
 void make(Random& random, const Multipliers& multipliers, int most_rows, Call& call) {
   Product& p = call.p;
   p.code = static_cast<Code>(random.below(3));
   p.in_blocks = multipliers.blocks && p.code != Code::kFp8 && random.below(4);
-  call.rounds = p.in_blocks && multipliers.rounded_blocks && random.below(4);
   p.scale_type = static_cast<FloatType>(random.below(3));
   p.offset_type = static_cast<FloatType>(random.below(3));
   const int groups[] = {16, 32, 64, 128, 0};
@@ -151,15 +146,22 @@ void make(Random& random, const Multipliers& multipliers, int most_rows, Call& c
   if (p.in_blocks) p.num_rows = (p.num_rows + kBlockRows - 1) / kBlockRows * kBlockRows;
   p.num_tokens = 1 + random.below(random.below(3) ? 9 : 130);
   const bool has_offset = p.code != Code::kFp8 && random.below(2);
+  p.code_bias = p.code == Code::kInt8 ? 128 : -1;
   for (float& value : p.table) value = simple(random);
+  if (p.code == Code::kNibble && random.below(2)) {
+    p.code_bias = 8 * random.below(2);
+    for (int i = 0; i < 16; ++i) p.table[i] = static_cast<float>(i - p.code_bias);
+  }
+  if (p.in_blocks && random.below(4)) {
+    call.rounding = multipliers.rounding_of(p.num_tokens, p.code_bias >= 0);
+  }
   p.has_many_tokens = p.num_tokens >= kManyTokens || random.below(4) == 0;
   fill(random, has_offset, call);
-  if (call.rounds) round_tokens(*multipliers.rounded_blocks, call);
+  round_tokens(call);
 }
 
 void multiply(const Multipliers& multipliers, Call& call, int64_t first, int64_t last) {
-  const Bfloat16Tokens tokens = call.tokens();
-  multipliers.multiply(call.p, call.rounds ? &tokens : nullptr, first, last);
+  multipliers.multiply(call.p, *call.tokens, first, last);
 }
 
 void run_threads(const Multipliers& multipliers, Call& call, Pool& pool) {
@@ -173,7 +175,7 @@ bool is_right(Random& random, const Call& call) {
   const Product& p = call.p;
   for (int64_t t = 0; t < p.num_tokens; t += 1 + random.below(8)) {
     for (int64_t row = 0; row < p.num_rows; ++row) {
-      double wanted = 0, size = 0, magnitude = 0;
+      double wanted = 0, size = 0, magnitude = 0, weights = 0;
       for (int64_t column = 0; column < p.num_columns; ++column) {
         const size_t at = static_cast<size_t>(row * p.num_groups + column / p.group_size);
         const double scaled = call.scale[at] * code_value(call, row, column);
@@ -182,16 +184,18 @@ bool is_right(Random& random, const Call& call) {
         // Rounded tokens meet codes and offsets apart.
         const double terms = std::fabs(x) * (std::fabs(scaled) + std::fabs(call.offset[at]));
         wanted += product;
-        size += call.rounds ? terms * terms : product * product;
+        weights += std::fabs(scaled + call.offset[at]);
+        size += call.rounding ? terms * terms : product * product;
         magnitude += std::fabs(product);
       }
       const double error = std::fabs(call.out[static_cast<size_t>(t * p.num_rows + row)] - wanted);
-      // Of many tokens, weights are rounded to 8 bits too.
-      const double rounded = call.rounds && p.has_many_tokens ? magnitude * 0x1p-9 : 0;
+      // Of few tokens, x is rounded to 15 bits of at most 15/16; of many, weights to 8 bits.
+      const double rounded = call.rounding.integers ? weights / 16319 / 2
+                             : call.rounding && p.has_many_tokens ? magnitude * 0x1p-9 : 0;
       if (!(error <= 1e-5 * std::sqrt(size) + rounded + 1e-6)) {
         std::fprintf(stderr, "code %d group %d blocks %d rounds %d [%d, %d] x %d: %g is off by %g\n",
                      static_cast<int>(p.code), static_cast<int>(p.group_size), p.in_blocks,
-                     call.rounds, static_cast<int>(p.num_rows), static_cast<int>(p.num_columns),
+                     call.rounding ? 1 : 0, static_cast<int>(p.num_rows), static_cast<int>(p.num_columns),
                      static_cast<int>(p.num_tokens), wanted, error);
         return false;
       }

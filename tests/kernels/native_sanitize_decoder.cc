@@ -62,6 +62,7 @@ Product make_product(Random& random, bool may_have_blocks, int64_t rows, int64_t
   p.row_bytes = p.code == Code::kInt8 ? columns : columns / 2;
   p.scale_type = p.offset_type = FloatType::kFloat32;
   for (int i = 0; i < 16; ++i) p.table[i] = static_cast<float>(i - 8);
+  p.code_bias = p.code == Code::kInt8 ? 128 : 8;
   p.codes = memory.random_bytes(random, rows * p.row_bytes);
   p.scale = memory.random_floats(random, rows * p.num_groups, 0.01f);
   if (random.below(2)) p.offset = memory.random_floats(random, rows * p.num_groups, 0.1f);
@@ -165,8 +166,8 @@ void make(Random& random, const Kernels& kernels, Stack& stack) {
   s.hidden = 32 * (1 + random.below(4)), s.intermediate = 32 * (1 + random.below(5));
   s.activation = random.below(2) ? Activation::kSilu : Activation::kGeluTanh;
   s.eps = 1e-5f, s.scale = 0.2f, s.soft_cap = random.below(2) ? 3.0f : 0.0f;
-  s.rounds = kernels.multipliers.rounded_blocks && random.below(3);
   const int64_t num_pages = make_rows(random, stack);
+  if (random.below(3)) s.rounding = kernels.multipliers.rounding_of(s.all_tokens, true);
   for (int i = 0; i < 2; ++i) {
     const int64_t size = s.all_tokens * s.head_dim / 2;
     const float* const cos = stack.memory.random_floats(random, size, 1);
