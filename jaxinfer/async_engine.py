@@ -263,7 +263,10 @@ class AsyncEngine:
         try:
             while self._obey(engine):
                 if engine.has_work:
-                    self._dispatch(engine, engine.step())
+                    engine.start_step()
+                    # Text, and waking those who wait for it, while the device works.
+                    self._dispatch(engine, engine.take_deltas())
+                    engine.end_step()
         except Exception:
             logger.exception("the engine stopped")
         finally:
@@ -291,7 +294,7 @@ class AsyncEngine:
         self._stats = engine.stats()
 
     def _abort(self, engine: Engine, request_id: str) -> None:
-        self._dispatch(engine, engine.abort(request_id))
+        self._dispatch(engine, engine.take_deltas() + engine.abort(request_id))
 
     def _dispatch(self, engine: Engine, deltas: list[OutputDelta]) -> None:
         """Delivers deltas, those of one request in one call; who has the last sees new stats."""

@@ -74,6 +74,8 @@ class Engine:
         self._completions: dict[str, Completion] = {}
         self._sequences: dict[str, list[Sequence]] = {}
         self._pending: deque[PendingStep] = deque()
+        self._is_filling = False  # whether the last step was dispatched
+        self._unread: list[tuple[PlannedRow, RowResult]] = []
         self._totals = _Totals()
 
     def add(self, request: EngineRequest) -> None:
@@ -102,7 +104,10 @@ class Engine:
             self.scheduler.add(sequence)
 
     def abort(self, request_id: str) -> list[OutputDelta]:
-        """Ends a request; returns the last delta of each completion that was still open."""
+        """Ends a request; returns the last delta of each completion that was still open.
+
+        What `take_deltas` has not returned of it is lost.
+        """
         deltas = []
         for sequence in self._sequences.pop(request_id, []):
             completion = self._completions.pop(sequence.seq_id, None)
@@ -115,7 +120,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        return self.scheduler.has_work or bool(self._pending)
+        return self.scheduler.has_work or bool(self._pending) or bool(self._unread)
 
     def is_open(self, request_id: str) -> bool:
         """Whether any completion of the request has not ended."""
@@ -131,14 +136,43 @@ class Engine:
 
         With pipeline depth 1 a step's results are read after the next one is dispatched.
         """
+        self.start_step()
+        self.end_step()
+        return self.take_deltas()
+
+    def start_step(self) -> None:
+        """Dispatches the next step, if there is anything to compute."""
         with self.runner.watch.step():
             plan = self.scheduler.schedule()
+            self._is_filling = plan is not None
             if plan is not None:
                 self._pending.append(self._dispatch(plan))
-            depth = self.scheduler.limits.pipeline_depth
-            if not self._pending or (plan is not None and len(self._pending) <= depth):
-                return []
-            return self._finish_step(self._pending.popleft())
+
+    def end_step(self) -> None:
+        """Waits for the results of the oldest dispatched step, once the pipeline is full."""
+        depth = self.scheduler.limits.pipeline_depth
+        if not self._pending or (self._is_filling and len(self._pending) <= depth):
+            return
+        with self.runner.watch.step():
+            pending = self._pending.popleft()
+            results = self.runner.collect(pending, self._num_logprobs)
+        by_id = {
+            row.sequence.seq_id: result
+            for row, result in zip(pending.plan.rows, results, strict=True)
+        }
+        updates = self.scheduler.update(
+            pending.plan, {seq_id: result.token_ids for seq_id, result in by_id.items()}
+        )
+        self._unread += [(update.planned, by_id[update.sequence.seq_id]) for update in updates]
+
+    def take_deltas(self) -> list[OutputDelta]:
+        """Returns as text what ended steps have produced.
+
+        Best between `start_step` and `end_step`: the device works meanwhile.
+        """
+        unread, self._unread = self._unread, []
+        deltas = (self._row_delta(row, result) for row, result in unread)
+        return [delta for delta in deltas if delta is not None]
 
     def stats(self) -> EngineStats:
         """Returns counters and gauges."""
@@ -247,25 +281,11 @@ class Engine:
         output, prompt = completion.params.logprobs, completion.params.prompt_logprobs
         return (-1 if output is None else output, -1 if prompt is None else prompt)
 
-    def _finish_step(self, pending: PendingStep) -> list[OutputDelta]:
-        results = self.runner.collect(pending, self._num_logprobs)
-        by_id = {
-            row.sequence.seq_id: result
-            for row, result in zip(pending.plan.rows, results, strict=True)
-        }
-        updates = self.scheduler.update(
-            pending.plan, {seq_id: result.token_ids for seq_id, result in by_id.items()}
-        )
-        deltas = []
-        for update in updates:
-            delta = self._row_delta(update.planned, by_id[update.sequence.seq_id])
-            if delta is not None:
-                deltas.append(delta)
-        return deltas
-
     def _row_delta(self, row: PlannedRow, result: RowResult) -> OutputDelta | None:
         sequence = row.sequence
-        completion = self._completions[sequence.seq_id]
+        completion = self._completions.get(sequence.seq_id)
+        if completion is None:  # aborted since
+            return None
         completion.prompt_logprobs.extend(result.prompt_logprobs)
         if not result.finite:
             self.scheduler.finish(sequence, "error")

@@ -209,9 +209,7 @@ class ModelRunner:
         """Runs a program on no rows, which changes nothing."""
         packed = self._buffers[kind, rung].fill_empty()
         with self._state_lock:
-            _, self._state = self._executables[kind, rung](
-                self._params, self._state, jax.device_put(packed, self._replicated)
-            )
+            _, self._state = self._executables[kind, rung](self._params, self._state, packed)
 
     def reset_device(self) -> None:
         """Gives the device a fresh KV pool and row state; every row must be reset afterwards."""
@@ -343,9 +341,8 @@ class ModelRunner:
             num_tokens = plan.num_decodes + plan.num_prompt_tokens
             kind, rung = "ragged", self.ladders.token_rung(num_tokens)
             packed = self._buffers[kind, rung].fill_ragged(plan, wants_top)
-        output, self._state = self._executables[kind, rung](
-            self._params, self._state, jax.device_put(packed, self._replicated)
-        )
+        # Uploaded by the call itself, which takes a third of the time of a `device_put`.
+        output, self._state = self._executables[kind, rung](self._params, self._state, packed)
         if self.platform != "cpu":
             jax.tree.map(lambda leaf: leaf.copy_to_host_async(), output)
         return PendingStep(plan, output)

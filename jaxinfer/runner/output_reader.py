@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxinfer.outputs import TokenLogprob
-from jaxinfer.runner.programs import StepOutput
+from jaxinfer.runner.programs import NOT_EMITTED, NOT_FINITE, StepOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +35,8 @@ class OutputReader:
     """Host copies of a step's output, fetched when first needed."""
 
     def __init__(self, output: StepOutput) -> None:
-        self._sampled = output.sampled
-        self._token = np.asarray(output.sampled.token)
-        self._finite = np.asarray(output.sampled.finite)
-        self._emitted = np.asarray(output.emitted)
+        self._output = output
+        self._token = np.asarray(output.token)
         self._logprobs: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
 
     def row(
@@ -53,24 +51,26 @@ class OutputReader:
         scored: list[TokenLogprob] = []
         finite = True
         for where, target in entries:
-            if not self._emitted[where]:
+            token = int(self._token[where])
+            if token == NOT_FINITE:
+                finite = False
+            if token in (NOT_EMITTED, NOT_FINITE):
                 continue
-            finite &= bool(self._finite[where])
             if target >= 0:
                 scored.append(self._logprob(where, num_prompt_logprobs))
                 continue
-            tokens.append(int(self._token[where]))
+            tokens.append(token)
             if num_output_logprobs >= 0:
                 logprobs.append(self._logprob(where, num_output_logprobs))
         return RowResult(tokens, logprobs if num_output_logprobs >= 0 else None, scored, finite)
 
     def _logprob(self, where: tuple[int, ...], count: int) -> TokenLogprob:
         if self._logprobs is None:
-            sampled = self._sampled
+            output = self._output
             self._logprobs = (
-                np.asarray(sampled.logprob),
-                np.asarray(sampled.top_ids),
-                np.asarray(sampled.top_logprobs),
+                np.asarray(output.logprob),
+                np.asarray(output.top_ids),
+                np.asarray(output.top_logprobs),
             )
         logprob, top_ids, top_logprobs = self._logprobs
         top = zip(

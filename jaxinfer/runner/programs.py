@@ -22,6 +22,9 @@ from kernels.paged_attention import AttentionMetadata
 
 Params = tuple[Array, ...]
 
+NOT_EMITTED, NOT_FINITE = -1, -2
+"""What stands for a token in the output where there is none."""
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -42,15 +45,25 @@ class DeviceState:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StepOutput:
-    """What the host reads of a step.
+    """What the host reads of a step: per logit row (ragged) or per step and row (decode).
 
     Attributes:
-      sampled: per logit row (ragged) or per step and row (decode).
-      emitted: whether that entry stands for a token that was really sampled or scored.
+      token: the id that was sampled or scored; NOT_FINITE where the logits were not, and
+        NOT_EMITTED where there was nothing to sample. One array: each read costs the host 50 us.
+      logprob, top_ids, top_logprobs: as `Sampled` has them.
     """
 
-    sampled: Sampled
-    emitted: Leaf  # bool
+    token: Leaf  # int32
+    logprob: Leaf  # float32
+    top_ids: Leaf  # int32
+    top_logprobs: Leaf  # float32
+
+    @classmethod
+    def of(cls, sampled: Sampled, emitted: Bool[Array, " Q"]) -> StepOutput:
+        """Marks the tokens that are none."""
+        token = jnp.where(sampled.finite, sampled.token, NOT_FINITE)
+        token = jnp.where(emitted, token, NOT_EMITTED)
+        return cls(token, sampled.logprob, sampled.top_ids, sampled.top_logprobs)
 
 
 @dataclass(frozen=True)
@@ -140,7 +153,7 @@ class ModelPrograms:
             model.context.platform,
         )
         row_state = _after_sampling(state.rows, rows, sampled.token, positions + 1, active)
-        return StepOutput(sampled, active), replace(state, kv=kv, rows=row_state)
+        return StepOutput.of(sampled, active), replace(state, kv=kv, rows=row_state)
 
     def ragged(
         self, layout: StepLayout, params: Params, state: DeviceState, packed: Int32[Array, " size"]
@@ -188,7 +201,7 @@ class ModelPrograms:
             lengths,
             emitted & (fields["logit_target"] < 0),
         )
-        return StepOutput(sampled, emitted), replace(state, kv=kv, rows=row_state)
+        return StepOutput.of(sampled, emitted), replace(state, kv=kv, rows=row_state)
 
     def _logit_rows(
         self,
