@@ -6,6 +6,7 @@ Imports no jax: `--help` and flag errors are immediate, and `--num-threads` must
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import os
 import platform
@@ -15,6 +16,7 @@ from typing import Any
 
 from jaxinfer import cpu
 from jaxinfer._kernels_package import check_kernels_package
+from jaxinfer.collection import paused_collection
 from jaxinfer.config import (
     ConfigError,
     EngineConfig,
@@ -213,7 +215,9 @@ def _add_command(commands: Any, name: str, summary: str, run: Any) -> argparse.A
 def _serve(args: argparse.Namespace) -> int:
     engine_config, server_config = configs_from(args)
     prepare_process(engine_config, server_config.log_level)
-    from jaxinfer.server.serving import serve
+    with paused_collection():
+        from jaxinfer.server.serving import serve
+    gc.freeze()  # modules stay: no collection need look at them
 
     return serve(engine_config, server_config)
 

@@ -100,7 +100,11 @@ class EngineConfig:
     max_decode_steps_before_prefill: int = _flag(
         8, "decode-only steps allowed while a request that fits is waiting"
     )
-    decode_steps: int = _flag(1, "decode steps fused into one program")
+    decode_steps: int | None = _flag(
+        None,
+        "decode steps fused into one program (default: 1; on CPU up to 4 for one or two sequences "
+        "of a small model)",
+    )
     max_queued_requests: int = _flag(512, "waiting requests beyond which new ones get a 429")
     page_size: int | None = _flag(None, "tokens in a KV page (default: 16, on TPU 128)")
     num_pages: int | None = _flag(None, "KV pages in the pool (default: from free memory)")

@@ -6,7 +6,6 @@ Only the head's logits are used differently, and never exist for more than a blo
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +21,7 @@ from tqdm import tqdm
 
 from jaxinfer.nn.decoder import CausalLM
 from jaxinfer.runner.kv_cache import CacheSpec
+from jaxinfer.runner.loader import parameter_bytes
 from kernels.paged_attention import AttentionMetadata, KVCache, kv_partition
 
 _LOGIT_ROWS = 64
@@ -184,18 +184,6 @@ class Reader:
     def _empty_cache(self) -> tuple[KVCache, ...]:
         one = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self._layer)
         return (one,) * self.cache.num_layers
-
-
-def parameter_bytes(model: CausalLM) -> int:
-    """Bytes of a model's weights on all devices together, repeated ones counted once."""
-    leaves = jax.tree.leaves(nnx.state(model))
-    bits = sum(math.prod(leaf.shape) * _bits(leaf.dtype) for leaf in leaves)
-    return bits // 8
-
-
-def _bits(dtype: np.dtype) -> int:
-    """Bits of an element; numpy says 8 of the types that a device packs two to a byte."""
-    return jnp.iinfo(dtype).bits if jnp.issubdtype(dtype, jnp.integer) else dtype.itemsize * 8
 
 
 def _split(model: CausalLM) -> tuple[Callable[[Any], Any], tuple[jax.Array, ...]]:

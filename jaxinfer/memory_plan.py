@@ -16,7 +16,14 @@ import numpy as np
 from jaxinfer.checkpoint.checkpoint import TensorInfo
 from jaxinfer.config import ConfigError, EngineConfig
 from jaxinfer.nn.config import DecoderConfig, num_cache_kv_heads
-from jaxinfer.pool_size import GRAIN, make_cache_spec, pool_pages, pool_too_small, token_budget
+from jaxinfer.pool_size import (
+    GRAIN,
+    decode_steps,
+    make_cache_spec,
+    pool_pages,
+    pool_too_small,
+    token_budget,
+)
 from jaxinfer.quantization import QuantScheme, make_scheme, tensor_format, weight_bytes
 from jaxinfer.runner.buckets import make_ladders
 from jaxinfer.runner.kv_cache import cpu_pool_bytes
@@ -205,8 +212,10 @@ def make_plan(
         max_model_len=config.max_model_len or limit,
         max_num_seqs=config.max_num_seqs,
         step_bytes=max(step_bytes(config, model, where), _loading_bytes(infos, where, scheme)),
-        program_bytes=_program_bytes(config, model) if where.name == "cpu" else 0,
+        program_bytes=0,
     )
+    if where.name == "cpu":
+        plan = replace(plan, program_bytes=_program_bytes(config, model, plan.weight_bytes))
     pages = pool_pages(
         config, plan.platform, page_bytes, plan.page_size, plan.kv_budget, plan.max_model_len
     )
@@ -380,15 +389,20 @@ def step_bytes(config: EngineConfig, model: DecoderConfig, where: Platform) -> i
     return max(ragged, config.max_num_seqs * (per_token + per_logit_row))
 
 
-def _program_bytes(config: EngineConfig, model: DecoderConfig) -> int:
+def _program_bytes(config: EngineConfig, model: DecoderConfig, weight_bytes: int) -> int:
     """Host memory of all programs of XLA:CPU, and of loading one of them."""
-    bulk = min(config.decode_steps, config.max_decode_steps_before_prefill) > 1
-    ladders = make_ladders("cpu", config.max_num_seqs, token_budget(config, "cpu"), bulk)
+    steps, bulk_rows = decode_steps(config, "cpu", weight_bytes)
+    ladders = make_ladders(
+        "cpu",
+        config.max_num_seqs,
+        token_budget(config, "cpu"),
+        bulk_rows if steps > 1 else 0,
+    )
     size = {
         kind: CPU_PROGRAM_BYTES + per_layer * model.num_layers
         for kind, per_layer in CPU_LAYER_PROGRAM_BYTES.items()
     }
-    decodes = len(ladders.decode) * (2 if bulk else 1)
+    decodes = len(ladders.decode) + len(ladders.bulk)
     return decodes * size["decode"] + (len(ladders.tokens) + 1) * size["ragged"]
 
 

@@ -26,6 +26,10 @@ GRAIN = 256 * 2**20
 """Pools sized from free memory are multiples of this: a few bytes of difference between two runs
 must not change the programs' shapes, or the compilation cache would miss."""
 
+MAX_BULK_STEPS, CPU_BULK_ROWS = 4, 2
+BULK_BYTES = 500 * 10**6
+"""What a CPU reads of weights in about 20 ms, at 25 GB/s."""
+
 
 def make_cache_spec(
     config: EngineConfig, model: DecoderConfig, platform: str, num_devices: int
@@ -76,6 +80,21 @@ def token_budget(config: EngineConfig, platform: str) -> int:
     if platform != "cpu":
         return max(4096, 2 * config.max_num_seqs)
     return max(256, 2 * config.max_num_seqs)
+
+
+def decode_steps(config: EngineConfig, platform: str, weight_bytes: int) -> tuple[int, int]:
+    """Returns the most decode steps of one dispatch, and up to how many rows it may have several.
+
+    On a CPU the host's own work stands still while all cores compute: four steps at once are 12 to
+    25 % faster than one for SmolLM2-135M. A client gets their tokens together, so only as many as
+    take about 20 ms, which is how long it takes to read BULK_BYTES; more rows take longer.
+    """
+    most, rows = config.decode_steps, config.max_num_seqs
+    if most is None:
+        most, rows = 1, CPU_BULK_ROWS
+        if platform == "cpu":
+            most = max(1, min(MAX_BULK_STEPS, BULK_BYTES // max(weight_bytes, 1)))
+    return min(most, max(1, config.max_decode_steps_before_prefill)), rows
 
 
 def pool_pages(

@@ -11,6 +11,7 @@ from jaxinfer.compilation_cache import set_compilation_cache
 from jaxinfer.config import ConfigError, EngineConfig
 from jaxinfer.machine import versions
 from jaxinfer.model_loading import load_model
+from jaxinfer.pool_size import MAX_BULK_STEPS
 from jaxinfer.startup import assemble_engine, open_model
 from jaxinfer.step_profile import WARM_STEPS, Profiler, Traffic
 
@@ -34,7 +35,7 @@ def engine_config(config: EngineConfig, args: argparse.Namespace) -> EngineConfi
     Raises:
       ConfigError: the context that was asked for is too short for it.
     """
-    generated = (WARM_STEPS + 2 * args.steps + 4) * config.decode_steps
+    generated = (WARM_STEPS + 2 * args.steps + 4) * (config.decode_steps or MAX_BULK_STEPS)
     length = max(args.prompt_tokens + generated, args.prefill_tokens + 1)
     if config.max_model_len is not None and config.max_model_len < length:
         raise ConfigError(

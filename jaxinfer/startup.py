@@ -18,17 +18,18 @@ from tqdm import tqdm
 
 from jaxinfer import cpu
 from jaxinfer.checkpoint import Checkpoint, open_checkpoint, resolve_model
+from jaxinfer.collection import paused_collection
 from jaxinfer.compilation_cache import set_compilation_cache
 from jaxinfer.config import ConfigError, EngineConfig
 from jaxinfer.engine import Engine
 from jaxinfer.model_loading import context_length, prepare_model
 from jaxinfer.nn.config import KVGroup
 from jaxinfer.nn.decoder import CausalLM
-from jaxinfer.pool_size import make_cache_spec, token_budget, with_pool
+from jaxinfer.pool_size import decode_steps, make_cache_spec, token_budget, with_pool
 from jaxinfer.runner import host_memory
 from jaxinfer.runner.compile_watch import CompileWatch
 from jaxinfer.runner.kv_cache import CacheSpec
-from jaxinfer.runner.loader import parameters
+from jaxinfer.runner.loader import parameter_bytes, parameters
 from jaxinfer.runner.model_runner import ModelRunner, RunnerConfig
 from jaxinfer.scheduler.page_tables import GroupSpec, PageTables
 from jaxinfer.scheduler.scheduler import Scheduler, SchedulerLimits
@@ -63,6 +64,7 @@ class LoadedEngine:
     device_kind: str
 
 
+@paused_collection()
 def load_engine(config: EngineConfig, progress: bool = True) -> LoadedEngine:
     """Loads the model, sizes its KV pool, compiles every program and runs each once.
 
@@ -182,11 +184,13 @@ def _make_runner(
     context = model.context
     max_model_len = context_length(config, model.config)
     cache = cache_spec(config, model)
+    steps, bulk_rows = decode_steps(config, context.platform, parameter_bytes(model))
     runner_config = RunnerConfig(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=token_budget(config, context.platform),
         max_model_len=max_model_len,
-        decode_steps=min(config.decode_steps, config.max_decode_steps_before_prefill),
+        decode_steps=steps,
+        bulk_rows=bulk_rows,
         cache=cache,
         num_pages=0,
         num_groups=num_groups,
@@ -208,7 +212,8 @@ def _limits(config: EngineConfig, runner: ModelRunner) -> SchedulerLimits:
         max_num_batched_tokens=budget,
         max_prefill_chunk_tokens=min(chunk, budget),
         max_decode_steps_before_prefill=config.max_decode_steps_before_prefill,
-        decode_steps=config.decode_steps,
+        decode_steps=runner.config.decode_steps,
+        bulk_rows=runner.config.bulk_rows,
         pipeline_depth=depth,
     )
 
@@ -278,7 +283,7 @@ def _log_setup(
         limits.max_num_seqs,
         limits.max_num_batched_tokens,
         limits.max_prefill_chunk_tokens,
-        limits.bulk_steps,
+        limits.bulk_steps(1),
         limits.pipeline_depth,
     )
 

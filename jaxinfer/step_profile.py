@@ -229,7 +229,7 @@ class Profiler:
 
     def decode(self, concurrency: int, prompt_tokens: int, steps: int) -> StepProfile:
         """An average step that adds a token, or `decode_steps` of them, to each sequence."""
-        bulk = self.engine.scheduler.limits.bulk_steps
+        bulk = self.engine.scheduler.limits.bulk_steps(concurrency)
         names = {self._add(prompt_tokens, None) for _ in range(concurrency)}
         waiting = set(names)
         while waiting:

@@ -16,10 +16,12 @@ class Ladders:
     Attributes:
       decode: rows of a decode step.
       tokens: tokens of a ragged step.
+      bulk: those of `decode` that have a program of several steps too.
     """
 
     decode: tuple[int, ...]
     tokens: tuple[int, ...]
+    bulk: tuple[int, ...] = ()
 
     def decode_rung(self, num_rows: int) -> int:
         """Smallest decode rung that holds `num_rows`."""
@@ -31,25 +33,27 @@ class Ladders:
 
 
 def make_ladders(
-    platform: str, max_num_seqs: int, max_num_batched_tokens: int, bulk_decode: bool
+    platform: str, max_num_seqs: int, max_num_batched_tokens: int, bulk_rows: int = 0
 ) -> Ladders:
-    """Returns the ladders of a platform.
+    """Returns the ladders of a platform; up to `bulk_rows` rows may decode several steps at once.
 
     CPU steps start at two rows (XLA:CPU computes one row 10-50 times slower than two) and widen
     faster, and ragged steps start at 64 tokens, because each program costs about 50 MB and a second
     of every start there.
     """
-    if platform == "cpu":
-        # decode and decode_k share the decode rungs; one program more resets rows.
-        share = 2 if bulk_decode else 1
-        decode = _geometric(2, 4, max_num_seqs, limit=max(2, 3 // share))
-        limit = max(2, MAX_CPU_PROGRAMS - 1 - share * len(decode))
-        first = max(2, min(64, max_num_batched_tokens))
-        return Ladders(decode, _geometric(first, 4, max_num_batched_tokens, limit))
-    decode = _geometric(1, 2, max_num_seqs, limit=10 if not bulk_decode else 7)
-    share = 2 if bulk_decode else 1
-    limit = MAX_PROGRAMS - 1 - share * len(decode)
-    return Ladders(decode, _geometric(16, 4, max_num_batched_tokens, limit))
+    is_cpu = platform == "cpu"
+    limit = MAX_CPU_PROGRAMS if is_cpu else MAX_PROGRAMS
+    first, ratio, most = (2, 4, 3) if is_cpu else (1, 2, 10)
+    decode = _geometric(first, ratio, max_num_seqs, most)
+    if bulk_rows > decode[0]:
+        # Every decode rung may need two programs.
+        decode = _geometric(first, ratio, max_num_seqs, 2 if is_cpu else 7)
+    highest = _rung(decode, min(bulk_rows, decode[-1])) if bulk_rows else 0
+    bulk = tuple(rung for rung in decode if rung <= highest)
+    # One program more resets rows.
+    limit -= 1 + len(decode) + len(bulk)
+    first = max(2, min(64, max_num_batched_tokens)) if is_cpu else 16
+    return Ladders(decode, _geometric(first, 4, max_num_batched_tokens, max(2, limit)), bulk)
 
 
 def _geometric(first: int, ratio: int, last: int, limit: int) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from types import ModuleType
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -139,6 +140,18 @@ def bytes_to_load(model: CausalLM) -> int:
         for leaf in leaves
         if isinstance(leaf, jax.ShapeDtypeStruct)
     )
+
+
+def parameter_bytes(model: CausalLM) -> int:
+    """Bytes of a model's weights on all devices together, repeated ones counted once."""
+    leaves = jax.tree.leaves(nnx.state(model))
+    bits = sum(math.prod(leaf.shape) * _bits(leaf.dtype) for leaf in leaves)
+    return bits // 8
+
+
+def _bits(dtype: np.dtype) -> int:
+    """Bits of an element; numpy says 8 of the types that a device packs two to a byte."""
+    return jnp.iinfo(dtype).bits if jnp.issubdtype(dtype, jnp.integer) else dtype.itemsize * 8
 
 
 def init_random(model: CausalLM, seed: int) -> None:

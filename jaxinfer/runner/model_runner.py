@@ -50,7 +50,7 @@ class RunnerConfig:
 
     Attributes:
       max_num_seqs, max_num_batched_tokens, max_model_len: limits of a step and of a sequence.
-      decode_steps: decode steps in one dispatch.
+      decode_steps: decode steps in one dispatch, of up to `bulk_rows` rows.
       cache: shape of the KV cache.
       num_pages: pages in the pool, the trash page included.
       num_groups: KV groups.
@@ -63,6 +63,13 @@ class RunnerConfig:
     cache: CacheSpec
     num_pages: int
     num_groups: int
+    bulk_rows: int | None = None  # of all rows
+
+    @property
+    def num_bulk_rows(self) -> int:
+        """Rows up to which a dispatch may have several decode steps."""
+        rows = self.max_num_seqs if self.bulk_rows is None else self.bulk_rows
+        return rows if self.decode_steps > 1 else 0
 
     @property
     def pages_per_row(self) -> int:
@@ -103,7 +110,7 @@ class ModelRunner:
             self.platform,
             config.max_num_seqs,
             config.max_num_batched_tokens,
-            bulk_decode=config.decode_steps > 1,
+            config.num_bulk_rows,
         )
         self.mesh = model.context.mesh
         graphdef, weights = nnx.split(model)
@@ -256,11 +263,10 @@ class ModelRunner:
         for rung in self.ladders.decode:
             layout = decode_layout(rung, num_groups, page_size, 1)
             table.append(("decode", rung, layout, partial(programs.decode, layout)))
-        if config.decode_steps > 1:
-            for rung in self.ladders.decode:
-                layout = decode_layout(rung, num_groups, page_size, config.decode_steps)
-                body = partial(programs.decode_bulk, layout, config.decode_steps)
-                table.append(("decode_k", rung, layout, body))
+        for rung in self.ladders.bulk:
+            layout = decode_layout(rung, num_groups, page_size, config.decode_steps)
+            body = partial(programs.decode_bulk, layout, config.decode_steps)
+            table.append(("decode_k", rung, layout, body))
         for rung in self.ladders.tokens:
             layout = ragged_layout(
                 rung, config.max_num_seqs, num_groups, page_size, programs.logit_block

@@ -25,7 +25,7 @@ class SchedulerLimits:
       max_prefill_chunk_tokens: prompt tokens in a step that also decodes.
       max_decode_steps_before_prefill: decode-only steps that may be dispatched in bulk, and so
         pass before a request that arrives meanwhile is looked at.
-      decode_steps: decode steps in one dispatch when nothing waits.
+      decode_steps: decode steps in one dispatch when nothing waits and at most `bulk_rows` run.
       pipeline_depth: steps dispatched before the results of the oldest are read, 0 or 1.
     """
 
@@ -34,6 +34,7 @@ class SchedulerLimits:
     max_prefill_chunk_tokens: int
     max_decode_steps_before_prefill: int = 8
     decode_steps: int = 1
+    bulk_rows: int | None = None  # of all rows
     pipeline_depth: int = 0
 
     def __post_init__(self) -> None:
@@ -43,16 +44,17 @@ class SchedulerLimits:
                 f"max_num_seqs ({self.max_num_seqs}): every running sequence needs a token a step"
             )
 
-    @property
-    def bulk_steps(self) -> int:
-        """Decode steps in one dispatch, so that those in flight stay within the bound."""
+    def bulk_steps(self, num_rows: int) -> int:
+        """Decode steps in one dispatch of so many rows; those in flight stay within the bound."""
+        if self.bulk_rows is not None and num_rows > self.bulk_rows:
+            return 1
         bound = self.max_decode_steps_before_prefill // (self.pipeline_depth + 1)
         return max(1, min(self.decode_steps, bound))
 
     @property
     def most_tokens_of_a_row(self) -> int:
         """Tokens of one sequence that one dispatch may compute."""
-        return max(self.max_num_batched_tokens, self.bulk_steps)
+        return max(self.max_num_batched_tokens, self.bulk_steps(1))
 
 
 @dataclass(slots=True)
@@ -168,7 +170,7 @@ class Scheduler:
 
     def _bulk_steps(self) -> int:
         """Decode steps to dispatch at once: more than one only when nothing else could run."""
-        steps = self.limits.bulk_steps
+        steps = self.limits.bulk_steps(len(self.running))
         if steps == 1 or self.waiting:
             return 1
         if all(sequence.is_decoding and sequence.steps_in_bulk for sequence in self.running):

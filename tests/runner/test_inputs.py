@@ -152,7 +152,7 @@ class Packer:
 
     def __init__(self, limits, num_groups, page_size, max_model_len):
         self.limits = limits
-        bulk = limits.decode_steps > 1
+        bulk = limits.max_num_seqs if limits.decode_steps > 1 else 0
         self.ladders = make_ladders("cpu", limits.max_num_seqs, limits.max_num_batched_tokens, bulk)
         self.table_shape = (num_groups, limits.max_num_seqs + 1, -(-max_model_len // page_size))
         self.buffers = {}

@@ -18,6 +18,7 @@ def make_scheduler():
         max_num_batched_tokens=32,
         max_prefill_chunk_tokens=None,
         decode_steps=1,
+        bulk_rows=None,
         max_decode_steps_before_prefill=8,
         pipeline_depth=0,
     ):
@@ -26,6 +27,7 @@ def make_scheduler():
             max_num_batched_tokens=max_num_batched_tokens,
             max_prefill_chunk_tokens=max_prefill_chunk_tokens or max_num_batched_tokens,
             decode_steps=decode_steps,
+            bulk_rows=bulk_rows,
             max_decode_steps_before_prefill=max_decode_steps_before_prefill,
             pipeline_depth=pipeline_depth,
         )

@@ -133,6 +133,19 @@ def test_bulk_steps_need_a_quiet_engine(make_scheduler, make_sequence, pretend_d
     assert scheduler._bulk_steps() == 1
 
 
+def test_bulk_steps_are_for_few_rows(make_scheduler, make_sequence, pretend_device):
+    scheduler = make_scheduler(decode_steps=4, bulk_rows=2, max_num_seqs=3, pipeline_depth=0)
+    device = pretend_device(scheduler)
+    for index, length in enumerate((12, 12, 3)):
+        scheduler.add(make_sequence(str(index), prompt_len=4, max_tokens=length))
+    num_steps = {}
+    while device.has_work:
+        num_rows = len(scheduler.running)
+        num_steps.setdefault(num_rows, set()).add(scheduler._bulk_steps())
+        device.step()
+    assert num_steps == {0: {1}, 3: {1}, 2: {4}}
+
+
 @pytest.mark.parametrize("depth", [0, 1])
 def test_stop_strings_forbid_bulk_steps(make_scheduler, make_sequence, pretend_device, depth):
     scheduler = make_scheduler(decode_steps=4, pipeline_depth=depth)
