@@ -12,6 +12,7 @@
 #include "../cpp/handler.h"
 #include "../cpp/instruction_sets.h"
 #include "../cpp/parallel.h"
+#include "../paged_attention/cpu_best.h"
 #include "../paged_attention/cpu_describe.h"
 #include "../quantized_matmul/cpu_describe.h"
 #include "cpu_decoder.h"
@@ -290,11 +291,11 @@ Kernels with_avx512(Multipliers multipliers) {
 }
 Kernels avx512() { return with_avx512(multipliers_avx512()); }
 Kernels avx512bf16() { return with_avx512(multipliers_avx512bf16()); }
-Kernels amx() { return with_avx512(multipliers_amx()); }
+Kernels amx() { return {&decoder_loops_avx512, &attention_amx(), multipliers_amx()}; }
 #endif
 
 Kernels best() {
-  static const Kernels kernels = {&JAXINFER_BEST(decoder_loops), &JAXINFER_BEST(attention_loops),
+  static const Kernels kernels = {&JAXINFER_BEST(decoder_loops), &attention_best(),
                                   multipliers_best()};
   return kernels;
 }

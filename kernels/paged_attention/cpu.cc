@@ -15,6 +15,7 @@
 #include "../cpp/instruction_sets.h"
 #include "../cpp/parallel.h"
 #include "cpu_attention.h"
+#include "cpu_best.h"
 #include "cpu_describe.h"
 #include "cpu_plan.h"
 #include "xla/ffi/api/ffi.h"
@@ -161,19 +162,17 @@ const Loops& portable_loops() { return attention_loops_portable; }
 #if defined(__x86_64__)
 const Loops& avx2_loops() { return attention_loops_avx2; }
 const Loops& avx512_loops() { return attention_loops_avx512; }
+const Loops& amx_loops() { return attention_amx(); }
 #endif
 
-const Loops& best_loops() {
-  static const Loops& loops = JAXINFER_BEST(attention_loops);
-  return loops;
-}
+const Loops& best_loops() { return attention_best(); }
 
 }  // namespace
 
 #define JAXINFER_HANDLERS(suffix, loops)                                                         \
-  extern "C" JAXINFER_EXPORT XLA_FFI_Error* jaxinfer_attend_v1##suffix(XLA_FFI_CallFrame*);      \
+  extern "C" JAXINFER_EXPORT XLA_FFI_Error* jaxinfer_attend_v2##suffix(XLA_FFI_CallFrame*);      \
   extern "C" JAXINFER_EXPORT XLA_FFI_Error* jaxinfer_write_kv_v1##suffix(XLA_FFI_CallFrame*);    \
-  XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxinfer_attend_v1##suffix, attend<loops>,                       \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxinfer_attend_v2##suffix, attend<loops>,                       \
                                 ffi::Ffi::Bind()                                                 \
                                     .Ctx<ffi::ThreadPool>()                                      \
                                     .Arg<ffi::AnyBuffer>()                                       \
@@ -204,7 +203,7 @@ JAXINFER_HANDLERS(_portable, portable_loops);
 #if defined(__x86_64__)
 JAXINFER_HANDLERS(_avx2, avx2_loops);
 JAXINFER_HANDLERS(_avx512, avx512_loops);
-// The same loops: what is more about these sets is about products with weights.
+// The same loops: what is more about this set is about products with weights.
 JAXINFER_HANDLERS(_avx512bf16, avx512_loops);
-JAXINFER_HANDLERS(_amx, avx512_loops);
+JAXINFER_HANDLERS(_amx, amx_loops);
 #endif

@@ -23,7 +23,7 @@ from kernels.paged_attention.tpu_layout import WordsKV
 __all__ = ["attend", "is_available", "supports", "unavailable", "write"]
 
 # The versions are those of the handlers in cpu.cc.
-_ATTEND, _WRITE = "jaxinfer_attend_v1", "jaxinfer_write_kv_v1"
+_ATTEND, _WRITE = "jaxinfer_attend_v2", "jaxinfer_write_kv_v1"
 
 
 def is_available() -> bool:
@@ -80,7 +80,10 @@ def attend(
     window: int | None,
     soft_cap: float | None,
 ) -> Float[Array, "T N H"]:
-    """Attends in float32; a query's bits depend only on its own keys; see `kernels...attend`."""
+    """Attends; a query's bits depend only on its own keys; see `kernels...attend`.
+
+    In float32, but for a bfloat16 cache and many queries where the CPU has AMX.
+    """
     queries = q.astype(jnp.float32)
     scales = (kv.scales,) if isinstance(kv, QuantizedKV) else ()
     attended = _call(_ATTEND, jax.typeof(queries))(

@@ -4,26 +4,9 @@
 
 #include "../cpp/lanes.h"
 #include "cpu_attention.h"
+#include "cpu_keys.h"
 
 namespace {
-
-// Never outside the cache.
-inline int64_t page_of(const jaxinfer::Attention& p, const jaxinfer::Tile& tile, int64_t key) {
-  const int64_t page = p.page_table[tile.row * p.max_pages + key / p.cache.page_size];
-  return page < 0 || page >= p.cache.num_pages ? 0 : page;
-}
-
-// What the queries of a tile see in its spans.
-inline int64_t first_key_of(const jaxinfer::Attention& p, const jaxinfer::Tile& tile) {
-  const int64_t seen = tile.first_position - p.window + 1;
-  const int64_t first = tile.first_span * jaxinfer::kSpanKeys;
-  return seen > first ? seen : first;
-}
-inline int64_t end_key_of(const jaxinfer::Tile& tile) {
-  const int64_t seen = tile.first_position + tile.num_queries;
-  const int64_t end = tile.last_span * jaxinfer::kSpanKeys;
-  return seen < end ? seen : end;
-}
 
 // Stays one block ahead of the loops, which say how many bytes they are about to read.
 class Ahead {

@@ -49,21 +49,35 @@ constexpr int64_t kTileRows = 96;
 // transposing keys is cheaper than adding up the lanes of every dot product.
 constexpr int64_t kFewRows = 8;
 
-inline int64_t padded_head_dim(const Cache& cache) { return (cache.head_dim + 15) / 16 * 16; }
+
+inline int64_t rounded_up(int64_t count, int64_t multiple) {
+  return (count + multiple - 1) / multiple * multiple;
+}
+inline int64_t padded_head_dim(const Cache& cache) { return rounded_up(cache.head_dim, 16); }
 
 // A softmax in progress, per row of a tile, of all its KV heads: weighted values, largest score,
 // sum of weights.
-inline int64_t padded_rows(int64_t num_rows) { return (num_rows + 15) / 16 * 16; }
+inline int64_t padded_rows(int64_t num_rows) { return rounded_up(num_rows, 16); }
 inline int64_t state_floats(const Attention& p, int64_t num_rows) {
   return num_rows * padded_head_dim(p.cache) + 2 * padded_rows(num_rows);
 }
 
-// What attending to a tile of `num_rows` (queries times heads) for each of its KV heads needs:
-// 64-byte aligned.
+// Rows that are multiplied at once where numbers are rounded to bfloat16.
+constexpr int64_t kRowsAtOnce = 32;
+// Rows of scores begin in different sets of the first-level cache.
+constexpr int64_t kScoresStride = kSpanKeys + 16;
+
+// What attending to a tile of `num_rows` (queries times heads) for each of its KV heads needs,
+// with rounding or without: 64-byte aligned.
 inline int64_t scratch_floats(const Attention& p, int64_t num_rows, int64_t num_kv_heads) {
   const int64_t padded = padded_head_dim(p.cache), all_rows = num_rows * num_kv_heads;
-  return kBlockKeys * (2 * padded + padded_rows(all_rows) + 2) + all_rows * padded +
-         2 * state_floats(p, all_rows);
+  const int64_t floats = kBlockKeys * (2 * padded + padded_rows(all_rows) + 2) + all_rows * padded;
+  const int64_t width = rounded_up(p.cache.head_dim, 32);
+  const int64_t rounded = kSpanKeys * width + rounded_up(num_rows, kRowsAtOnce) * width / 2 +
+                          kRowsAtOnce * (kScoresStride + width);
+  // Whatever the elements: layers whose caches differ in that may be planned together.
+  const bool may_round = num_rows > kFewRows && rounded > floats;
+  return (may_round ? rounded : floats) + 2 * state_floats(p, all_rows);
 }
 
 struct Write {
@@ -85,6 +99,9 @@ extern const Loops attention_loops_portable;
 #if defined(__x86_64__)
 extern const Loops attention_loops_avx2;
 extern const Loops attention_loops_avx512;
+#if defined(JAXINFER_HAS_BLOCKS)
+extern const Loops attention_loops_amx;
+#endif
 #endif
 
 }  // namespace jaxinfer

@@ -12,7 +12,9 @@
 #include "cpu_attention.h"
 #include "../cpp/lanes.h"
 #include "cpu_dots.h"
+#include "cpu_keys.h"
 #include "cpu_products.h"
+#include "cpu_state.h"
 #include "cpu_transpose.h"
 #include "cpu_write.h"
 
@@ -20,28 +22,12 @@ namespace {
 
 using namespace jaxinfer;
 
-inline int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
-inline int64_t at_least(int64_t a, int64_t b) { return a > b ? a : b; }
-
-// A softmax in progress; see state_floats(). Rows are those of the first KV head, then the next.
-struct State {
-  State(float* memory, int64_t num_rows, int64_t padded)
-      : weighted(memory), peak(memory + num_rows * padded), total(peak + padded_rows(num_rows)) {}
-  float *weighted, *peak, *total;
-};
-
 // One call of `attend`: a tile, and its part of the scratch memory.
-class TileLoops {
+class TileLoops : TileRows {
  public:
   TileLoops(const Attention& p, const Tile& tile, float* scratch, Ahead& ahead)
-      : p_(p),
-        tile_(tile),
+      : TileRows(p, tile),
         ahead_(ahead),
-        head_dim_(p.cache.head_dim),
-        padded_(padded_head_dim(p.cache)),
-        heads_(p.num_heads / p.cache.num_kv_heads),
-        num_rows_(tile.num_queries * heads_),
-        all_rows_(num_rows_ * tile.num_kv_heads),
         keys_(scratch),
         values_(keys_ + kBlock * padded_),
         scores_(values_ + kBlock * padded_),
@@ -53,66 +39,12 @@ class TileLoops {
   template <class Type>
   void run() {
     pack_queries();
-    const int64_t state_size = state_floats(p_, all_rows_);
-    const State whole(states_, all_rows_, padded_);
-    for (int64_t span = tile_.first_span; span < tile_.last_span; ++span) {
-      const int64_t index = span - tile_.first_span;
-      float* memory = tile_.partial ? tile_.partial + index * state_size
-                                    : states_ + (index > 0 ? state_size : 0);
-      const State state(memory, all_rows_, padded_);
+    for_spans(states_, [this](int64_t span, const State& state) {
       attend_span<Type>(span, state);
-      if (!tile_.partial && index > 0) merge(whole, state);
-    }
-    if (!tile_.partial) finish(whole);
-  }
-
-  // Merges the keys that `next` has seen into a state of those before.
-  void merge(const State& state, const State& next) const {
-    float decay[kWidth], next_decay[kWidth];
-    for (int64_t first = 0; first < all_rows_; first += kWidth) {
-      const Lanes before = load(state.peak + first), others = load(next.peak + first);
-      const Lanes peak = larger(before, others), shift = finite(peak);
-      const Lanes decays = exponential(before - shift), next_decays = exponential(others - shift);
-      store(decay, decays), store(next_decay, next_decays);
-      store(state.peak + first, peak);
-      store(state.total + first,
-            load(state.total + first) * decays + load(next.total + first) * next_decays);
-      for (int64_t r = first; r < at_most(first + kWidth, all_rows_); ++r) {
-        for (int64_t h = r * padded_; h < (r + 1) * padded_; h += kWidth) {
-          const Lanes added = load(next.weighted + h) * next_decay[r - first];
-          store(state.weighted + h, multiply_add(load(state.weighted + h),
-                                                 broadcast(decay[r - first]), added));
-        }
-      }
-    }
-  }
-
-  void finish(const State& state) const {
-    for (int64_t r = 0; r < all_rows_; ++r) {
-      float* out = p_.out + element_of(r);
-      const float total = state.total[r];
-      const float share = total > 0 || total != total ? 1.0f / total : 1.0f;
-      for (int64_t h = 0; h < head_dim_; h += kWidth) {
-        const Lanes values = load(state.weighted + r * padded_ + h) * share;
-        encode_part<Float32>(out + h, values, head_dim_ - h);
-      }
-    }
+    });
   }
 
  private:
-  // Where a row's queries and results begin: rows of a KV head are queries, and in them its query
-  // heads.
-  int64_t element_of(int64_t r) const {
-    const int64_t kv_head = tile_.kv_head + r / num_rows_, of_head = r % num_rows_;
-    const int64_t token = tile_.first_token + of_head / heads_;
-    return (token * p_.num_heads + kv_head * heads_ + of_head % heads_) * head_dim_;
-  }
-
-  // What scores are taken relative to, given their largest.
-  static Lanes finite(Lanes peak) { return peak == -INFINITY ? Lanes{} : peak; }
-
-  int64_t first_seen(int64_t position) const { return at_least(position - p_.window + 1, 0); }
-
   void pack_queries() {
     for (int64_t r = 0; r < all_rows_; ++r) {
       const float* from = p_.q + element_of(r);
@@ -141,7 +73,7 @@ class TileLoops {
   template <class Type>
   void attend_block(int64_t block, int64_t first, int64_t end, const State& state) {
     const typename Type::Held* rows[kBlock];
-    find_rows(block, first, end, rows);
+    find_rows(p_, tile_, block, first, end, kWidth, rows);
     if (num_rows_ <= kFewRows) return attend_few<Type>(rows, block, first, end, state);
     find_scales(0, block, first, end);
     const int64_t left = (first - block) / kWidth * kWidth;
@@ -150,8 +82,8 @@ class TileLoops {
     for (int64_t r = 0; r < num_rows_;) {
       const int64_t left = num_rows_ - r, num_groups = (left + kProductRows - 1) / kProductRows;
       const int64_t count = (left + num_groups - 1) / num_groups;  // evenly filled groups
-      const int64_t last_position = tile_.first_position + (r + count - 1) / heads_;
-      const int64_t seen_first = at_least(first, first_seen(tile_.first_position + r / heads_));
+      const int64_t last_position = position_of(r + count - 1);
+      const int64_t seen_first = at_least(first, first_seen(p_, position_of(r)));
       const int64_t seen_end = at_most(end, last_position + 1);
       if (seen_first < seen_end) {
         attend_rows(r, count, block, seen_first - block, seen_end - block, state);
@@ -207,8 +139,8 @@ class TileLoops {
     const int64_t right = (end + kWidth - 1) / kWidth * kWidth;
     float here[16] = {}, shift[16], decay[16];
     for (int64_t r = 0; r < count; ++r) {
-      const int64_t position = tile_.first_position + (of_head + r) / heads_;
-      const int64_t seen = at_least(begin, first_seen(position) - block);
+      const int64_t position = position_of(of_head + r);
+      const int64_t seen = at_least(begin, first_seen(p_, position) - block);
       here[r] = mask(scores + r * kBlock, left, right, seen, at_most(end, position + 1 - block));
     }
     for (int64_t r = 0; r < count; r += kWidth) {
@@ -288,23 +220,7 @@ class TileLoops {
     }
   }
 
-  // Where each key of a block begins, of the tile's first KV head. What registers hold besides the
-  // keys `[first, end)` does not matter, as their scores are never used: the first key again.
-  template <class Held>
-  void find_rows(int64_t block, int64_t first, int64_t end, const Held** rows) const {
-    const int64_t page_size = p_.cache.page_size, stride = p_.cache.num_kv_heads * 2 * head_dim_;
-    for (int64_t key = first; key < end;) {
-      const int64_t offset = key % page_size, page_end = at_most(key - offset + page_size, end);
-      const Held* row = static_cast<const Held*>(p_.cache.elements) +
-                        (page_of(p_, tile_, key) * page_size + offset) * stride +
-                        tile_.kv_head * 2 * head_dim_;
-      for (; key < page_end; ++key, row += stride) rows[key - block] = row;
-    }
-    for (int64_t i = first - block; i % kWidth != 0; --i) rows[i - 1] = rows[first - block];
-    for (int64_t i = end - block; i % kWidth != 0; ++i) rows[i] = rows[first - block];
-  }
-
-  // The same for the scales of int8 codes, of one of the tile's KV heads.
+  // Where the scales of a block's int8 codes are, of one of the tile's KV heads.
   void find_scales(int64_t head, int64_t block, int64_t first, int64_t end) const {
     const Cache& cache = p_.cache;
     if (!cache.scales) return;
@@ -320,11 +236,7 @@ class TileLoops {
     }
   }
 
-  const Attention& p_;
-  const Tile& tile_;
   Ahead& ahead_;
-  const int64_t head_dim_, padded_, heads_;
-  const int64_t num_rows_, all_rows_;  // of each KV head, and of all of the tile
   float* const keys_;          // [head_dim, kBlock]
   float* const values_;        // [kBlock, padded]
   float* const scores_;        // [rows, kBlock]
@@ -351,18 +263,7 @@ void attend(const Attention& p, const Tile& tile, float* scratch) {
   }
 }
 
-void merge(const Attention& p, const Tile& tile) {
-  const int64_t num_rows =
-      tile.num_queries * (p.num_heads / p.cache.num_kv_heads) * tile.num_kv_heads;
-  const int64_t padded = padded_head_dim(p.cache);
-  Ahead ahead(p, tile, 1);
-  const TileLoops loops(p, tile, nullptr, ahead);
-  const State whole(tile.partial, num_rows, padded);
-  for (int64_t i = 1; i < tile.last_span - tile.first_span; ++i) {
-    loops.merge(whole, State(tile.partial + i * state_floats(p, num_rows), num_rows, padded));
-  }
-  loops.finish(whole);
-}
+void merge(const Attention& p, const Tile& tile) { TileRows(p, tile).merge_spans(tile.partial); }
 
 }  // namespace
 

@@ -8,13 +8,13 @@ class PanelTiles {
  public:
   // Tiles 0, 1 and 4 are of the first tokens, which may be fewer than a tile.
   explicit PanelTiles(int64_t num_tokens) {
-    volatile Config config = {};
+    volatile TileConfig config = {};
     config.palette = 1;
     for (int i = 0; i < 8; ++i) config.row_bytes[i] = 64, config.rows[i] = 16;
     if (num_tokens < kTokenTile) {
       config.rows[0] = config.rows[1] = config.rows[4] = static_cast<uint8_t>(num_tokens);
     }
-    _tile_loadconfig(const_cast<Config*>(&config));
+    _tile_loadconfig(const_cast<TileConfig*>(&config));
   }
   ~PanelTiles() { _tile_release(); }
 

@@ -1,24 +1,19 @@
 // Sums of products of tokens and decoded weights. Included by cpu_blocks.cc.
 #pragma once
 
+#include "../cpp/tile_config.h"
 #include "cpu_blocks_decode.h"
 
 namespace {
 
 #if defined(__AMX_TILE__)
 
-struct alignas(64) Config {
-  uint8_t palette, start_row, reserved[14];
-  uint16_t row_bytes[16];
-  uint8_t rows[16];
-};
-
 // Tiles 0 to 3 are sums of up to sixteen tokens, 4 is tokens, 5 weights.
 class Tiles {
  public:
   Tiles(int num_tokens, int num_pairs) {
     // Volatile: some compilers drop stores that only this instruction reads.
-    volatile Config config = {};
+    volatile TileConfig config = {};
     config.palette = 1;
     for (int i = 0; i < 5; ++i) {
       config.row_bytes[i] = static_cast<uint16_t>(i < 4 ? 64 : 4 * num_pairs);
@@ -26,7 +21,7 @@ class Tiles {
     }
     config.row_bytes[5] = 64;
     config.rows[5] = static_cast<uint8_t>(num_pairs);
-    _tile_loadconfig(const_cast<Config*>(&config));
+    _tile_loadconfig(const_cast<TileConfig*>(&config));
   }
   ~Tiles() { _tile_release(); }
 

@@ -13,6 +13,7 @@
 #include <unistd.h>
 #endif
 
+#include "../../kernels/paged_attention/cpu_best.h"
 #include "cpu_multipliers.h"
 
 class Random {
@@ -42,6 +43,26 @@ struct Pool {
   }
 };
 
+// A process asks for tiles before it uses them: see instruction_sets.cc.
+inline bool gets_tiles() {
+#if defined(__x86_64__) && defined(__linux__)
+  return syscall(SYS_arch_prctl, 0x1023, 18) == 0;
+#else
+  return false;
+#endif
+}
+
+// The loops of attention for an instruction set that runs here; null for an unknown name.
+inline const jaxinfer::Loops* find_attention(const std::string& name) {
+  if (name == "portable") return &jaxinfer::attention_loops_portable;
+#if defined(__x86_64__)
+  if (name == "avx2") return &jaxinfer::attention_loops_avx2;
+  if (name == "avx512" || name == "avx512bf16") return &jaxinfer::attention_loops_avx512;
+  if (name == "amx" && gets_tiles()) return &jaxinfer::attention_amx();
+#endif
+  return nullptr;
+}
+
 // What multiplies with an instruction set that runs here: the caller has asked the library. None
 // for an unknown name.
 inline jaxinfer::Multipliers find_multipliers(const std::string& name) {
@@ -50,12 +71,7 @@ inline jaxinfer::Multipliers find_multipliers(const std::string& name) {
   if (name == "avx2") return jaxinfer::multipliers_avx2();
   if (name == "avx512") return jaxinfer::multipliers_avx512();
   if (name == "avx512bf16") return jaxinfer::multipliers_avx512bf16();
-#if defined(__linux__)
-  // A process asks for tiles before it uses them: see instruction_sets.cc.
-  if (name == "amx" && syscall(SYS_arch_prctl, 0x1023, 18) == 0) {
-    return jaxinfer::multipliers_amx();
-  }
-#endif
+  if (name == "amx" && gets_tiles()) return jaxinfer::multipliers_amx();
 #endif
   return {};
 }

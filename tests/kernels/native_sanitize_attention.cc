@@ -139,19 +139,41 @@ double number(const Step& step, int64_t slot, int64_t kv_head, int64_t half, int
       ((slot * cache.num_kv_heads + kv_head) * 2 + half) * cache.head_dim + h)];
 }
 
-bool is_right(const Step& step, int64_t row, int64_t token, int64_t head) {
+float as_bfloat16(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  bits = (bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000;
+  std::memcpy(&value, &bits, sizeof(bits));
+  return value;
+}
+
+// Whether a row's products are of bfloat16 numbers: as in cpu_bfloat16.cc and cpu_plan.h.
+bool is_rounded(const Step& step, const Loops& loops, int64_t row, int64_t token) {
+  if (&loops != find_attention("amx") || step.p.cache.type != Elements::kBfloat16) return false;
+  const int64_t heads = step.p.num_heads / step.p.cache.num_kv_heads;
+  const int64_t most = std::max<int64_t>(kTileRows / heads, 1);
+  const int64_t end = step.cu_q_lens[static_cast<size_t>(row) + 1];
+  const int64_t done = token - step.cu_q_lens[static_cast<size_t>(row)];
+  return std::min(most, end - (token - done % most)) * heads > kFewRows;
+}
+
+bool is_right(const Step& step, const Loops& loops, int64_t row, int64_t token, int64_t head) {
   const Attention& p = step.p;
   const int64_t size = p.cache.head_dim, at = (token * p.num_heads + head) * size;
   const int64_t kv_head = head / (p.num_heads / p.cache.num_kv_heads);
   const size_t r = static_cast<size_t>(row);
   const int64_t position = step.kv_lens[r] - (step.cu_q_lens[r + 1] - token);
+  const bool rounds = is_rounded(step, loops, row, token);
+  // Of rounded weights each is off by 2^-9 of itself, and values are up to 4 apart.
+  const double bound = rounds ? 0x1p-7 : 3e-5;
   std::vector<double> wanted(static_cast<size_t>(size));
   double total = 0;
   for (int64_t key = std::max<int64_t>(position - p.window + 1, 0); key <= position; ++key) {
     const int64_t slot = slot_of(step, row, key);
     double score = 0;
     for (int64_t h = 0; h < size; ++h) {
-      score += p.scale * step.q[static_cast<size_t>(at + h)] * number(step, slot, kv_head, 0, h);
+      const float query = p.scale * step.q[static_cast<size_t>(at + h)];
+      score += (rounds ? as_bfloat16(query) : query) * number(step, slot, kv_head, 0, h);
     }
     if (p.soft_cap > 0) score = p.soft_cap * std::tanh(score / p.soft_cap);
     const double weight = std::exp(score);
@@ -163,7 +185,7 @@ bool is_right(const Step& step, int64_t row, int64_t token, int64_t head) {
   for (int64_t h = 0; h < size; ++h) {
     const double error = std::fabs(step.out[static_cast<size_t>(at + h)] -
                                    wanted[static_cast<size_t>(h)] / total);
-    if (!(error < 3e-5)) {
+    if (!(error < bound)) {
       std::fprintf(stderr, "type %d head_dim %d: off by %g\n", static_cast<int>(p.cache.type),
                    static_cast<int>(size), error);
       return false;
@@ -186,7 +208,8 @@ bool run_and_check(Random& random, const Loops& loops, bool threads) {
     const int64_t end = step.cu_q_lens[static_cast<size_t>(row) + 1];
     for (int64_t token = step.cu_q_lens[static_cast<size_t>(row)]; token < end;
          token += 1 + random.below(9)) {
-      if (!is_right(step, row, token, random.below(static_cast<int>(step.p.num_heads)))) {
+      const int64_t head = random.below(static_cast<int>(step.p.num_heads));
+      if (!is_right(step, loops, row, token, head)) {
         return false;
       }
     }
@@ -199,15 +222,6 @@ bool run_and_check(Random& random, const Loops& loops, bool threads) {
   return true;
 }
 
-const Loops* find(const std::string& name) {
-  if (name == "portable") return &attention_loops_portable;
-#if defined(__x86_64__)
-  if (name == "avx2") return &attention_loops_avx2;
-  if (name == "avx512") return &attention_loops_avx512;
-#endif
-  return nullptr;
-}
-
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -215,7 +229,7 @@ int main(int argc, char** argv) {
   const bool threads = std::string(argv[3]) == "threads";
   for (int i = threads ? 4 : 3; i < argc; ++i) {
     Random random(static_cast<unsigned>(std::atoi(argv[1])));
-    const Loops* loops = find(argv[i]);
+    const Loops* loops = find_attention(argv[i]);
     if (loops == nullptr) return 2;
     for (int call = 0; call < std::atoi(argv[2]); ++call) {
       if (!run_and_check(random, *loops, threads)) return 1;

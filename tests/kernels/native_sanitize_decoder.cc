@@ -216,10 +216,11 @@ bool is_right(const Stack& stack, const Result& alone, const Result& shared) {
 Kernels find(const std::string& name) {
   const Multipliers multipliers = find_multipliers(name);
   if (multipliers.rows == nullptr) return {};
-  if (name == "portable") return {&decoder_loops_portable, &attention_loops_portable, multipliers};
+  const Loops* const attention = find_attention(name);
+  if (name == "portable") return {&decoder_loops_portable, attention, multipliers};
 #if defined(__x86_64__)
-  if (name == "avx2") return {&decoder_loops_avx2, &attention_loops_avx2, multipliers};
-  return {&decoder_loops_avx512, &attention_loops_avx512, multipliers};
+  if (name == "avx2") return {&decoder_loops_avx2, attention, multipliers};
+  return {&decoder_loops_avx512, attention, multipliers};
 #else
   return {};
 #endif

@@ -112,6 +112,17 @@ def values(cache):
     return wide.reshape(-1, *cache.shape[2:])
 
 
+def rounds_attention(case, step, instruction_set):
+    """Whether AMX multiplies rounded queries, and rounded weights of values."""
+    is_many = any(q_len > 1 for q_len, _ in step.rows)
+    return instruction_set == "amx" and case.kv_dtype == "bfloat16" and is_many
+
+
+def tolerance_of(case, step, instruction_set):
+    tolerance = TOLERANCE if case.kv_dtype == "float32" else TOLERANCE_BFLOAT16_CACHE
+    return tolerance + (ROUNDING if rounds_attention(case, step, instruction_set) else 0)
+
+
 def check(case, step, given, wanted, tolerance):
     """Compares hidden states and what is in written slots; all others have their old bits."""
     hidden, caches = given
@@ -123,7 +134,9 @@ def check(case, step, given, wanted, tolerance):
         new = is_written[case.groups.index(window)]
         mine_new, theirs_new = values(mine)[new], values(theirs)[new]
         size = np.abs(theirs_new).max()
-        np.testing.assert_allclose(mine_new, theirs_new, rtol=0, atol=tolerance * size)
+        # What differs already may be rounded to the next number, one part in 128 away.
+        rtol = 2**-7 if tolerance > ROUNDING else 0
+        np.testing.assert_allclose(mine_new, theirs_new, rtol=rtol, atol=tolerance * size)
         bits = (each.reshape(len(new), -1).view(np.uint8)[~new] for each in (mine, old))
         np.testing.assert_array_equal(*bits)
 
@@ -133,8 +146,7 @@ def check(case, step, given, wanted, tolerance):
 def test_equals_the_formula(instruction_set, name, step_name):
     case, step = CASES[name], STEPS[step_name]
     given = run(cpu, case, step, instruction_set=instruction_set)
-    tolerance = TOLERANCE if case.kv_dtype == "float32" else TOLERANCE_BFLOAT16_CACHE
-    check(case, step, given, expected(case, step), tolerance)
+    check(case, step, given, expected(case, step), tolerance_of(case, step, instruction_set))
 
 
 @combinations
@@ -142,8 +154,7 @@ def test_equals_the_formula(instruction_set, name, step_name):
 def test_weights_in_blocks_equal_the_formula(instruction_set, name, step_name):
     case, step = CASES[name], STEPS[step_name]
     given = run(cpu, in_blocks(case), step, instruction_set=instruction_set)
-    tolerance = TOLERANCE if case.kv_dtype == "float32" else TOLERANCE_BFLOAT16_CACHE
-    check(case, step, given, expected(case, step), tolerance)
+    check(case, step, given, expected(case, step), tolerance_of(case, step, instruction_set))
 
 
 @combinations

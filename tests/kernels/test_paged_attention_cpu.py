@@ -12,7 +12,7 @@ import numpy as np
 import paged_attention_checks as checks
 import pytest
 from jax.sharding import Mesh, PartitionSpec
-from paged_attention_checks import SMALL_SPECS, TOLERANCE, small
+from paged_attention_checks import MIXED, SMALL_SPECS, TOLERANCE, TOLERANCE_BFLOAT16, small
 from sweep import IN_SWEEP
 
 from kernels import native
@@ -27,6 +27,13 @@ pytestmark = [
 SETS = native.runnable_instruction_sets() if cpu.is_available() else ()
 DTYPES = ("float32", "bfloat16", "float16", "int8")
 QUICK = ("gemma3-groups-mixed-int8", "mha-head-80-page-128")
+# Tiles of more rows (queries times heads that share keys) than this are multiplied with AMX, where
+# there is one, if the cache is bfloat16: `kFewRows` of cpu_attention.h.
+FEW_ROWS = 8
+ROUNDED_SPECS = {
+    "mixed-bfloat16": small(MIXED, num_tokens=100, num_rows=9, kv_dtype="bfloat16"),
+    "window-7-bfloat16": dataclasses.replace(SMALL_SPECS["window-7"], kv_dtype="bfloat16"),
+}
 WRITTEN = ("mqa-soft-cap-mixed", "gemma3-groups-mixed-int8", "smollm2-mixed-bf16-page-128")
 
 
@@ -40,6 +47,13 @@ def attention(spec, inputs, instruction_set=None):
         return np.asarray(jax.jit(lambda *inputs: cpu.attend(*inputs, **call))(*inputs))
 
 
+def may_round(spec, instruction_set="amx"):
+    """Whether the products of some of a spec's queries are of bfloat16 numbers."""
+    heads = spec.num_heads // spec.num_kv_heads
+    is_many = any(q_len * heads > FEW_ROWS for q_len, _ in spec.rows)
+    return "amx" in SETS and instruction_set == "amx" and spec.kv_dtype == "bfloat16" and is_many
+
+
 @pytest.mark.parametrize("spec", SMALL_SPECS.values(), ids=SMALL_SPECS)
 def test_equals_the_formula(spec):
     checks.check_formula("cpu", "cpu", spec)
@@ -49,7 +63,10 @@ def test_equals_the_formula(spec):
     "name", [pytest.param(name, marks=() if name in QUICK else IN_SWEEP) for name in SPECS]
 )
 def test_equals_the_reference(name):
-    checks.check_reference("cpu", "cpu", SPECS[name])
+    spec = SPECS[name]
+    # A query's elements and the weights of values are rounded to bfloat16.
+    atol = TOLERANCE_BFLOAT16 if may_round(spec) else None
+    checks.check_reference("cpu", "cpu", spec, atol)
 
 
 @pytest.mark.parametrize(
@@ -59,14 +76,16 @@ def test_writes_rounded_values_to_their_slots_only(name):
     checks.check_write("cpu", "cpu", SPECS[name])
 
 
-@pytest.mark.parametrize("name", ["mixed", "mixed-int8", "decode-int8", "window-7", "groups"])
+@pytest.mark.parametrize(
+    "name", ["mixed", "mixed-int8", "decode-int8", "window-7", "groups", *ROUNDED_SPECS]
+)
 @pytest.mark.parametrize(
     "check",
     [checks.check_unseen_slots, checks.check_page_numbers, checks.check_padding],
     ids=lambda check: check.__name__,
 )
 def test_does_not_depend_on(check, name):
-    check("cpu", "cpu", SMALL_SPECS[name])
+    check("cpu", "cpu", (SMALL_SPECS | ROUNDED_SPECS)[name])
 
 
 # Heads that fill no register, pages that fill no block, spans and blocks that end anywhere.
@@ -83,9 +102,60 @@ def test_every_instruction_set_equals_the_formula(instruction_set, dtype):
         spec = RAGGED(kv_dtype=dtype, **changes)
         inputs = make_inputs(spec)
         out = attention(spec, inputs, instruction_set)
+        if may_round(spec, instruction_set):
+            check_rounded(spec, inputs, out)
+            continue
         np.testing.assert_allclose(out, checks.formula(spec, *inputs), rtol=0, atol=TOLERANCE)
-        if instruction_set == "avx2":
-            np.testing.assert_array_equal(out, attention(spec, inputs))
+        if instruction_set == "avx2" and "avx512" in SETS:
+            np.testing.assert_array_equal(out, attention(spec, inputs, "avx512"))
+
+
+def check_rounded(spec, inputs, out):
+    """The formula for rounded queries, up to the rounding of weights; few rows as ever."""
+    q, kv, metadata = inputs
+    scaled = np.asarray(q, np.float32) * np.float32(spec.scale)
+    rounded = np.asarray(jnp.asarray(scaled, jnp.bfloat16), np.float64) / spec.scale
+    heads = spec.num_heads // spec.num_kv_heads
+    is_rounded = np.zeros(len(q), bool)
+    for row, (q_len, _) in enumerate(spec.rows):
+        start = int(metadata.cu_q_lens[row])
+        is_rounded[start : start + q_len] = q_len * heads > FEW_ROWS
+    queries = np.where(is_rounded[:, None, None], rounded, q)
+    error = np.abs(out - checks.formula(spec, queries, kv, metadata))
+    assert error[~is_rounded].max(initial=0) <= TOLERANCE
+    # Every weight is off by at most 2^-9 of itself, and so is the sum of how far values are away.
+    values = checks.numbers_of(kv)[..., 1, :]
+    assert error[is_rounded].max() <= 2**-9 * (np.abs(values).max() + np.abs(out).max())
+    # Rounded this way and that, they mostly cancel.
+    assert np.sqrt(np.mean(error[is_rounded] ** 2)) <= 2**-9 * np.std(out[is_rounded])
+
+
+ROUNDED_ROWS = {
+    "one-head": ([(9, 9), (33, 40), (97, 97)], {"num_heads": 2}),
+    "wide": ([(1, 5), (20, 170)], {"num_kv_heads": 1, "head_dim": 256}),
+    "heads-of-96": ([(64, 513), (2, 2)], {"num_heads": 10, "head_dim": 96, "max_pages": 140}),
+    "far-window": ([(40, 700), (12, 300)], {"window": 260, "head_dim": 24, "max_pages": 180}),
+    "narrow-window": ([(50, 300), (30, 30)], {"window": 3, "soft_cap": 2.0, "max_pages": 80}),
+}
+
+
+@pytest.mark.skipif("amx" not in SETS, reason="this machine has no AMX")
+@pytest.mark.parametrize("kind", ROUNDED_ROWS)
+def test_many_rows_of_a_bfloat16_cache(kind):
+    rows, changes = ROUNDED_ROWS[kind]
+    spec = small(rows, kv_dtype="bfloat16", **changes)
+    inputs = make_inputs(spec)
+    check_rounded(spec, inputs, attention(spec, inputs, "amx"))
+
+
+@pytest.mark.skipif("amx" not in SETS, reason="this machine has no AMX")
+def test_values_that_are_all_the_same_are_returned():
+    """Weights are divided by the sum of what they were rounded to."""
+    spec = small([(300, 300)], max_pages=80, kv_dtype="bfloat16")
+    q, kv, metadata = make_inputs(spec)
+    kv = kv.at[:, :, :, 1].set(np.asarray(1.5, jnp.bfloat16).view(np.uint16))
+    out = attention(spec, (3 * q, kv, metadata), "amx")
+    np.testing.assert_allclose(out, 1.5, rtol=5e-7)
 
 
 @pytest.mark.parametrize("instruction_set", SETS)
@@ -105,7 +175,7 @@ def test_weights_are_exact_to_a_few_roundings(instruction_set):
 
 
 @pytest.mark.parametrize("window", [None, 300])
-@pytest.mark.parametrize("dtype", ["float32", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "int8", "bfloat16"])
 def test_a_querys_bits_do_not_depend_on_the_batch(dtype, window):
     """A prompt whole, in chunks, token by token; each chunk alone and beside others: its bits."""
     length = 700
@@ -130,8 +200,8 @@ def test_a_querys_bits_do_not_depend_on_the_batch(dtype, window):
             alone = of_rows([rows[first]])[1]
             start = sum(sizes[:first])
             np.testing.assert_array_equal(out[start : start + len(alone)], alone, f"{sizes}")
-        # Tiles of few rows add up scores in an order of their own.
-        atol = 2e-6 * np.abs(expected).max()
+        # Tiles of few rows add up scores in an order of their own, or round nothing.
+        atol = TOLERANCE_BFLOAT16 if may_round(whole) else 2e-6 * np.abs(expected).max()
         np.testing.assert_allclose(out, expected[position], rtol=0, atol=atol, err_msg=f"{sizes}")
 
 
@@ -169,9 +239,9 @@ def test_writes_the_bits_that_xla_writes(monkeypatch, instruction_set, dtype):
         np.testing.assert_array_equal(ours, theirs)
 
 
-@pytest.mark.parametrize("kind", ["mixed", "mixed-int8", "decode"])
+@pytest.mark.parametrize("kind", ["mixed", "mixed-int8", "mixed-bfloat16", "decode"])
 def test_heads_split_over_a_mesh(kind):
-    spec = SMALL_SPECS[kind]
+    spec = (SMALL_SPECS | ROUNDED_SPECS)[kind]
     inputs = make_inputs(spec)
     mesh = Mesh(np.array(jax.devices()[:2]), ("tensor",))
     call, _ = spec.prepare("cpu", "cpu")
@@ -219,7 +289,7 @@ def _attend(q, kv, metadata, results=None, **changes):
     scales = (kv.scales,) if isinstance(kv, QuantizedKV) else changes.pop("scales", ())
     attributes = {"group": np.int64(0), "window": np.int64(0), "scale": np.float32(1)}
     attributes |= {"soft_cap": np.float32(0), "is_decode": np.bool_(False)} | changes
-    call = jax.ffi.ffi_call("jaxinfer_attend_v1", results or jax.typeof(q))
+    call = jax.ffi.ffi_call("jaxinfer_attend_v2", results or jax.typeof(q))
     m = metadata
     rows = (m.page_table, m.kv_lens, m.cu_q_lens, m.num_seqs)
     jax.block_until_ready(call(q, getattr(kv, "values", kv), *rows, *scales, **attributes))

@@ -1,0 +1,230 @@
+// The loops of paged attention for AMX: where rows are many and the cache is bfloat16, products are
+// of bfloat16 numbers. Everything else is left to the loops for AVX-512: its dot products of
+// bfloat16 pairs took longer than products of float32.
+//
+// Queries, times the scale, and the weights of values are rounded to bfloat16; sums, softmaxes and
+// the sum of the rounded weights are float32. A span of keys is one softmax: its keys and values
+// are packed once, then sixteen or 32 rows at a time are scored, weighted and multiplied by values.
+//
+// Chunks of keys begin at multiples of their size, and those that a row does not see are zeros: so
+// its bits depend on no other row.
+
+#include "../cpp/lanes.h"
+#include "cpu_attention.h"
+#include "cpu_keys.h"
+#include "cpu_state.h"
+#include "cpu_tiles.h"
+#include "cpu_transpose.h"
+
+namespace {
+
+using namespace jaxinfer;
+
+constexpr float kLog2E = 1.44269504f;
+
+// 2^x to 3e-6 of itself, much less than the rounding of weights. NaN stays.
+JAXINFER_INLINE Lanes power_of_two(Lanes x) {
+  const Lanes rest = (Lanes)_mm512_reduce_ps((__m512)x, 1);  // x - floor(x)
+  Lanes y = broadcast(0.013534167781472206f);
+  y = multiply_add(y, rest, broadcast(0.05201146379113197f));
+  y = multiply_add(y, rest, broadcast(0.2414427548646927f));
+  y = multiply_add(y, rest, broadcast(0.6930038332939148f));
+  y = multiply_add(y, rest, broadcast(1.0000026226043701f));
+  return (Lanes)_mm512_scalef_ps((__m512)y, (__m512)x);  // times 2^floor(x)
+}
+
+// The two registers of a chunk of a row, zeros behind its end.
+JAXINFER_INLINE __m512i read_chunk(const uint16_t* from, int64_t count) {
+  if (count >= kChunk) return _mm512_loadu_si512(from);
+  return _mm512_maskz_loadu_epi16((1u << count) - 1, from);
+}
+
+class RoundedTile : TileRows {
+ public:
+  RoundedTile(const Attention& p, const Tile& tile, float* scratch)
+      : TileRows(p, tile),
+        chunks_(rounded_up(head_dim_, kChunk) / kChunk),
+        width_(chunks_ * kChunk),
+        keys_(reinterpret_cast<uint16_t*>(scratch)),
+        values_(keys_ + kSpanKeys * width_),
+        queries_(values_ + kSpanKeys * width_),
+        scores_(reinterpret_cast<float*>(queries_ + rounded_up(num_rows_, kRowsAtOnce) * width_)),
+        products_(scores_ + kRowsAtOnce * kScoresStride),
+        states_(products_ + kRowsAtOnce * width_) {}
+
+  void run() {
+    pack_queries();
+    for_spans(states_, [this](int64_t span, const State& state) { attend_span(span, state); });
+  }
+
+ private:
+  void pack_queries() const {
+    for (int64_t r = 0; r < rounded_up(num_rows_, kRowsAtOnce); ++r) {
+      const float* from = p_.q + element_of(r < num_rows_ ? r : 0);  // others are not used
+      for (int64_t h = 0; h < width_; h += kWidth) {
+        const Lanes query = h < head_dim_ ? decode_part<Float32>(from + h, head_dim_ - h) : Lanes{};
+        const __m256bh rounded = _mm512_cvtneps_pbh((__m512)(query * p_.scale));
+        memcpy(queries_ + r * width_ + h, &rounded, sizeof(rounded));
+      }
+    }
+  }
+
+  void attend_span(int64_t span, const State& state) const {
+    const int64_t begin = span * kSpanKeys;
+    const int64_t first = at_least(begin, first_key_of(p_, tile_)) - begin;
+    const int64_t end = at_most(begin + kSpanKeys, end_key_of(tile_)) - begin;
+    const uint16_t* rows[kSpanKeys];
+    find_rows(p_, tile_, begin, begin + first, begin + end, kChunk, rows);
+    pack_keys(rows, first, end);
+    pack_values(rows, first, end);
+    for (int64_t r = 0; r < num_rows_; r += kRowsAtOnce) {
+      if (num_rows_ - r > 16) {
+        attend_rows<2>(r, begin, first, end, state);
+      } else {
+        attend_rows<1>(r, begin, first, end, state);
+      }
+    }
+  }
+
+  // A tile of pairs of a chunk of elements, for every chunk, for every sixteen keys.
+  void pack_keys(const uint16_t* const* rows, int64_t first, int64_t end) const {
+    for (int64_t key = first / kChunk * kChunk; key < rounded_up(end, kChunk);
+         key += kTileColumns) {
+      uint16_t* to = keys_ + key * width_;
+      for (int64_t h = 0; h < head_dim_; h += kChunk, to += kTileElements) {
+        Lanes square[kWidth];
+#pragma GCC unroll 16
+        for (int i = 0; i < kWidth; ++i) {
+          square[i] = bits_of<Lanes>(read_chunk(rows[key + i] + h, head_dim_ - h));
+        }
+        transpose(square);
+#pragma GCC unroll 16
+        for (int i = 0; i < kWidth; ++i) _mm512_storeu_ps(to + 32 * i, (__m512)square[i]);
+      }
+    }
+  }
+
+  // A tile of pairs of a chunk of keys, for every chunk, for every sixteen elements. Keys that are
+  // not seen are zeros: so are their weights.
+  void pack_values(const uint16_t* const* rows, int64_t first, int64_t end) const {
+    alignas(64) uint16_t low[32], high[32];
+    for (int i = 0; i < 16; ++i) {
+      low[2 * i] = static_cast<uint16_t>(i), low[2 * i + 1] = static_cast<uint16_t>(32 + i);
+      high[2 * i] = static_cast<uint16_t>(16 + i), high[2 * i + 1] = static_cast<uint16_t>(48 + i);
+    }
+    const __m512i lows = _mm512_load_si512(low), highs = _mm512_load_si512(high);
+    for (int64_t key = first / kChunk * kChunk; key < rounded_up(end, kChunk); key += 2) {
+      const auto value = [&](int64_t i, int64_t h) {
+        if (i < first || i >= end) return _mm512_setzero_si512();
+        return read_chunk(rows[i] + head_dim_ + h, head_dim_ - h);
+      };
+      uint16_t* to = values_ + key * kTileColumns;
+      for (int64_t h = 0; h < head_dim_; h += kChunk, to += 2 * kTileColumns * kSpanKeys) {
+        const __m512i even = value(key, h), odd = value(key + 1, h);
+        _mm512_storeu_si512(to, _mm512_permutex2var_epi16(even, lows, odd));
+        _mm512_storeu_si512(to + kTileColumns * kSpanKeys,
+                           _mm512_permutex2var_epi16(even, highs, odd));
+      }
+    }
+  }
+
+  // Rows from `row` on with the keys `[first, end)` of a span, all that they see of it.
+  template <int kRowTiles>
+  void attend_rows(int64_t row, int64_t begin, int64_t first, int64_t end,
+                   const State& state) const {
+    const int64_t count = at_most(num_rows_ - row, 16 * kRowTiles);
+    const int64_t seen_first = at_least(first, first_seen(p_, position_of(row)) - begin);
+    const int64_t seen_end = at_most(end, position_of(row + count - 1) + 1 - begin);
+    const int64_t left = seen_first / kChunk * kChunk;
+    const int64_t right = at_least(rounded_up(seen_end, kChunk), left);
+    for (int64_t key = left; key < right; key += 2 * kTileColumns) {
+      tiles_.multiply<kRowTiles>(queries_ + row * width_, width_, keys_ + key * width_,
+                                 kTileColumns * width_, chunks_, scores_ + key, kScoresStride);
+    }
+    for (int64_t r = 0; r < count; ++r) {
+      const int64_t position = position_of(row + r) - begin;
+      float* scores = scores_ + r * kScoresStride;
+      mask(scores, left, right, at_least(first, position - p_.window + 1),
+           at_most(end, position + 1));
+      weigh(scores, left, right, state.peak + row + r, state.total + row + r);
+    }
+    const auto* weights = reinterpret_cast<const uint16_t*>(scores_);
+    for (int64_t h = 0; h < width_; h += 2 * kTileColumns) {
+      tiles_.multiply<kRowTiles>(weights + left, 2 * kScoresStride,
+                                 values_ + h * kSpanKeys + left * kTileColumns,
+                                 kTileColumns * kSpanKeys, (right - left) / kChunk, products_ + h,
+                                 width_);
+    }
+    for (int64_t r = 0; r < count; ++r) {
+      memcpy(state.weighted + (row + r) * padded_, products_ + r * width_,
+             static_cast<size_t>(padded_) * sizeof(float));
+    }
+  }
+
+  // Finishes a row's scores in [left, right), and makes those outside [begin, end) minus infinity.
+  void mask(float* scores, int64_t left, int64_t right, int64_t begin, int64_t end) const {
+    for (int64_t i = left; p_.soft_cap != 0 && i < right; i += kWidth) {
+      store(scores + i, p_.soft_cap * hyperbolic_tangent(load(scores + i) / p_.soft_cap));
+    }
+    const auto mask_part = [&](int64_t i) {
+      const Ints key = lane_numbers() + static_cast<int32_t>(i);
+      const auto is_seen = (key >= static_cast<int32_t>(begin)) & (key < static_cast<int32_t>(end));
+      store(scores + i, is_seen ? load(scores + i) : broadcast(-INFINITY));
+    };
+    for (int64_t i = left; i < at_most(begin, right); i += kWidth) mask_part(i);
+    for (int64_t i = at_least(end, left) / kWidth * kWidth; i < right; i += kWidth) mask_part(i);
+  }
+
+  // Makes a row's scores weights, rounded, where the scores were, and sums them up.
+  void weigh(float* scores, int64_t left, int64_t right, float* peak, float* total) const {
+    Lanes most = broadcast(-INFINITY), others = most;
+    for (int64_t i = left; i < right; i += kChunk) {
+      most = larger(most, load(scores + i));
+      others = larger(others, load(scores + i + kWidth));
+    }
+    *peak = largest(larger(most, others));
+    const Lanes shift = finite(broadcast(*peak)) * -kLog2E;
+    const auto one = (__m512bh)_mm512_set1_epi32(0x3f803f80);
+    __m512 sums[kSixteen] = {_mm512_setzero_ps()};
+    auto* weights = reinterpret_cast<uint16_t*>(scores);
+    for (int64_t i = left; i < right; i += kChunk) {
+      const Lanes low = multiply_add(load(scores + i), broadcast(kLog2E), shift);
+      const Lanes high = multiply_add(load(scores + i + kWidth), broadcast(kLog2E), shift);
+      const __m512bh both = _mm512_cvtne2ps_pbh((__m512)power_of_two(high),
+                                                (__m512)power_of_two(low));
+      sums[0] = _mm512_dpbf16_ps(sums[0], both, one);
+      _mm512_storeu_si512(weights + i, (__m512i)both);
+    }
+    const Lanes summed[kSixteen] = {(Lanes)sums[0]};
+    *total = sum(summed);
+  }
+
+  const int64_t chunks_, width_;  // of a head, filled up with zeros
+  uint16_t* const keys_;
+  uint16_t* const values_;
+  uint16_t* const queries_;  // [rows, width]
+  float* const scores_;      // [kRowsAtOnce, kScoresStride]; weights in the first half of each row
+  float* const products_;    // [kRowsAtOnce, width]
+  float* const states_;      // two of them
+  const Tiles tiles_;
+};
+
+void attend(const Attention& p, const Tile& tile, float* scratch) {
+  const bool is_few = tile.num_queries * (p.num_heads / p.cache.num_kv_heads) <= kFewRows;
+  if (is_few || p.cache.type != Elements::kBfloat16) {
+    return attention_loops_avx512.attend(p, tile, scratch);
+  }
+  RoundedTile(p, tile, scratch).run();
+}
+
+void merge(const Attention& p, const Tile& tile) { attention_loops_avx512.merge(p, tile); }
+void write(const Write& p) { attention_loops_avx512.write(p); }
+
+}  // namespace
+
+namespace jaxinfer {
+
+extern const Loops attention_loops_amx;
+const Loops attention_loops_amx = {attend, merge, write};
+
+}  // namespace jaxinfer
