@@ -162,6 +162,7 @@ def assemble_engine(
             fill()
             pool.result()
         runner.take_weights(model)
+    runner.use_huge_pages()
     tables = PageTables(
         [GroupSpec(runner.config.num_pages, group.window) for group in groups],
         runner.config.cache.page_size,

@@ -212,6 +212,14 @@ class ModelRunner:
             )
         self._params = tuple(jax.tree.leaves(weights))
 
+    def use_huge_pages(self) -> None:
+        """Moves the weights to huge pages where a CPU reads them."""
+        if self.platform == "cpu":
+            shards = [shard.data for leaf in self._params for shard in leaf.addressable_shards]
+            host_memory.use_huge_pages(
+                (shard.unsafe_buffer_pointer(), shard.nbytes) for shard in shards
+            )
+
     def run_empty(self, kind: str, rung: int) -> None:
         """Runs a program on no rows, which changes nothing."""
         packed = self._buffers[kind, rung].fill_empty()

@@ -1,5 +1,6 @@
 """Freed memory goes back to the system, and so does code that nobody needs again."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -91,8 +92,32 @@ def test_other_systems_have_none_of_it(monkeypatch):
     host_memory.limit_arenas()
     host_memory.forget_compiler()
     host_memory.trim()
+    host_memory.use_huge_pages([(1 << 30, 1)])
     monkeypatch.undo()
     host_memory._function.cache_clear()
     monkeypatch.setattr(host_memory.ctypes, "CDLL", lambda name: object())
     assert host_memory._function("mallopt") is None
     host_memory._function.cache_clear()
+
+
+def huge_pages_of(array):
+    """KiB of huge pages in the mappings that hold an array."""
+    found, inside = 0, False
+    first, last = array.ctypes.data, array.ctypes.data + array.nbytes
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if match := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            begin, end = (int(address, 16) for address in match.groups())
+            inside = begin < last and end > first
+        elif inside and line.startswith("AnonHugePages:"):
+            found += int(line.split()[1])
+    return found
+
+
+@linux_only
+def test_buffers_get_huge_pages_and_keep_their_numbers():
+    array = np.arange(3 << 20, dtype=np.int32)
+    moved = host_memory.use_huge_pages([(array.ctypes.data, array.nbytes), (0, 0)])
+    np.testing.assert_array_equal(array, np.arange(3 << 20))
+    if not moved:
+        pytest.skip("this kernel moves no memory to huge pages")
+    assert huge_pages_of(array) >= 5 * 2048, "those that lie in it as a whole"
