@@ -7,7 +7,7 @@
 namespace jaxinfer {
 
 // Of so many tokens in a program, weights are scaled and rounded for all of them at once.
-constexpr int64_t kManyTokens = 64;
+constexpr int64_t kManyTokens = 32;
 
 enum class Code { kInt8, kFp8, kNibble };
 enum class FloatType { kFloat16, kBfloat16, kFloat32 };

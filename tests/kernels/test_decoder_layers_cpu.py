@@ -40,7 +40,7 @@ TOLERANCE_BFLOAT16_CACHE = 2e-3
 # Rounding to 8 bits moves a factor by at most 2^-9 of itself; what a layer adds has passed two
 # products. Layers' errors add like their squares.
 ROUNDING = 2 * 2.0**-9
-MANY_TOKENS = 64  # from here on, weights may be rounded as well
+MANY_TOKENS = 32  # from here on, weights may be rounded as well
 
 CASES = {
     "llama": Case(),
@@ -235,9 +235,9 @@ def test_what_no_token_owns_is_not_read(step_name):
             np.testing.assert_array_equal(values(mine)[new], values(theirs)[new])
 
 
-# Steps of up to 4, 16 and 63 tokens may round them differently; of more, weights too.
+# Steps of up to 4, 16 and 31 tokens may round them differently; of more, weights too.
 @pytest.mark.parametrize(
-    ("step_name", "tokens", "more"), [("few", 2, 4), ("decode", 5, 13), ("ragged", 17, 40)]
+    ("step_name", "tokens", "more"), [("few", 2, 4), ("decode", 5, 13), ("ragged", 17, 30)]
 )
 def test_padding_tokens_and_rows_change_nothing(step_name, tokens, more):
     step = STEPS[step_name]
