@@ -247,6 +247,8 @@ struct Float16 {
     return (Lanes)_mm512_cvtph_ps((__m256i)held);
 #elif defined(__AVX2__)
     return (Lanes)_mm256_cvtph_ps((__m128i)held);
+#elif defined(__aarch64__)
+    return (Lanes)vcvt_f32_f16((float16x4_t)held);
 #else
     Lanes values;
     for (int i = 0; i < kWidth; ++i) values[i] = from_float16(held[i]);
@@ -261,6 +263,8 @@ struct Float16 {
     return (HeldLanes)_mm512_cvtps_ph((__m512)values, _MM_FROUND_TO_NEAREST_INT);
 #elif defined(__AVX2__)
     return (HeldLanes)_mm256_cvtps_ph((__m256)values, _MM_FROUND_TO_NEAREST_INT);
+#elif defined(__aarch64__)
+    return (HeldLanes)vcvt_f16_f32((float32x4_t)values);
 #else
     HeldLanes held;
     for (int i = 0; i < kWidth; ++i) held[i] = to_float16(values[i]);

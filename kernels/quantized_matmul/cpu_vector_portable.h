@@ -13,12 +13,20 @@ typedef int32_t Lanes32 __attribute__((vector_size(64)));
 typedef int8_t Lanes8 __attribute__((vector_size(16)));
 typedef uint16_t Lanes16 __attribute__((vector_size(32)));
 typedef uint32_t LanesU32 __attribute__((vector_size(64)));
+#if defined(__aarch64__)
+// Byte b of every value is in `bytes[b]`: one instruction looks sixteen bytes up.
+struct Table {
+  uint8x16_t bytes[4];
+};
+typedef uint8x16_t Indices;
+#else
 struct Table {
   float values[16];
 };
 struct Indices {
   uint8_t bytes[16];
 };
+#endif
 
 // 32 registers on 64-bit Arm, 16 of SSE: accumulators, rows of weights and a token fit.
 #if defined(__aarch64__)
@@ -90,7 +98,14 @@ inline float from_float16(uint16_t half) {
 
 inline Lanes load_float16(const uint16_t* from) {
   Lanes lanes;
+#if defined(__aarch64__)
+  float32x4_t parts[4];
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) parts[i] = vcvt_f32_f16((float16x4_t)vld1_u16(from + 4 * i));
+  memcpy(&lanes, parts, sizeof(lanes));
+#else
   for (int i = 0; i < 16; ++i) lanes[i] = from_float16(from[i]);
+#endif
   return lanes;
 }
 
@@ -121,6 +136,37 @@ inline Lanes load_fp8_over_256(const uint8_t* from) {
   return lanes;
 }
 
+#if defined(__aarch64__)
+inline Table as_table(Lanes values) {
+  uint8x16_t from[4];
+  memcpy(from, &values, sizeof(values));
+  const uint8x16_t even[2] = {vuzp1q_u8(from[0], from[1]), vuzp1q_u8(from[2], from[3])};
+  const uint8x16_t odd[2] = {vuzp2q_u8(from[0], from[1]), vuzp2q_u8(from[2], from[3])};
+  return {{vuzp1q_u8(even[0], even[1]), vuzp1q_u8(odd[0], odd[1]), vuzp2q_u8(even[0], even[1]),
+           vuzp2q_u8(odd[0], odd[1])}};
+}
+inline Indices load_indices(const uint8_t* from) { return vld1q_u8(from); }
+inline Lanes look_up(const Table& table, uint8x16_t codes) {
+  uint8x16_t bytes[4];
+#pragma GCC unroll 4
+  for (int b = 0; b < 4; ++b) bytes[b] = vqtbl1q_u8(table.bytes[b], codes);
+  const uint16x8_t low[2] = {(uint16x8_t)vzip1q_u8(bytes[0], bytes[1]),
+                             (uint16x8_t)vzip2q_u8(bytes[0], bytes[1])};
+  const uint16x8_t high[2] = {(uint16x8_t)vzip1q_u8(bytes[2], bytes[3]),
+                              (uint16x8_t)vzip2q_u8(bytes[2], bytes[3])};
+  const uint16x8_t parts[4] = {vzip1q_u16(low[0], high[0]), vzip2q_u16(low[0], high[0]),
+                               vzip1q_u16(low[1], high[1]), vzip2q_u16(low[1], high[1])};
+  Lanes lanes;
+  memcpy(&lanes, parts, sizeof(lanes));
+  return lanes;
+}
+inline Lanes look_up_low(const Table& table, Indices indices) {
+  return look_up(table, vandq_u8(indices, vdupq_n_u8(15)));
+}
+inline Lanes look_up_high(const Table& table, Indices indices) {
+  return look_up(table, vshrq_n_u8(indices, 4));
+}
+#else
 inline Table as_table(Lanes values) {
   Table table;
   memcpy(table.values, &values, sizeof(values));
@@ -141,6 +187,7 @@ inline Lanes look_up_high(const Table& table, const Indices& indices) {
   for (int i = 0; i < 16; ++i) lanes[i] = table.values[indices.bytes[i] >> 4];
   return lanes;
 }
+#endif
 
 inline float sum(Lanes lanes) {
   float at[16];
