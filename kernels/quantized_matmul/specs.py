@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from kernels.quantized_matmul import matmul
+from kernels.quantized_matmul import cpu, matmul
 from kernels.quantized_matmul.format import E2M1, FORMATS, NF4, QFormat, QTensor, prepare
 from kernels.quantized_matmul.rounding import quantize
 
@@ -47,9 +47,12 @@ class Spec:
     def prepare(
         self, platform: str, implementation: str
     ) -> tuple[Callable[..., Array], tuple[Array, QTensor]]:
-        """Returns `matmul` as a function of arrays, and arrays for it."""
+        """Returns `matmul` as a function of arrays, and arrays for it, laid out as engines do."""
         call = partial(matmul, platform=platform, implementation=implementation)
-        return call, make_inputs(self, platform=platform)
+        x, w = make_inputs(self, platform=platform)
+        if implementation == "cpu":
+            w = prepare(w, cpu.best_layout(w))
+        return call, (x, w)
 
 
 FILE_FORMATS: dict[str, QFormat] = {

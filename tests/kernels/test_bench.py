@@ -5,10 +5,13 @@ import json
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from kernels import bench, tuning
-from kernels.quantized_matmul import xla
+from kernels.quantized_matmul import cpu, xla
+from kernels.quantized_matmul.format import CPU_BLOCKS, LAYOUTS, dequantize
+from kernels.quantized_matmul.specs import SPECS
 
 
 def test_last_line_is_json(capsys):
@@ -32,6 +35,20 @@ def test_what_an_implementation_refuses_is_told_and_left_out(capsys, monkeypatch
     *table, last = capsys.readouterr().out.splitlines()
     assert [each["implementation"] for each in json.loads(last)["results"]] == ["reference"]
     assert any("xla" in line and "not today" in line for line in table)
+
+
+def test_weights_are_laid_out_as_engines_do(monkeypatch):
+    monkeypatch.setattr(cpu, "best_layout", lambda w: CPU_BLOCKS)
+    spec = SPECS["uint4-g32-decode-8"]
+    call, (x, w) = spec.prepare("cpu", "cpu")
+    assert w.layout == CPU_BLOCKS
+    plain_call, (_, plain) = spec.prepare("cpu", "reference")
+    assert plain.layout == LAYOUTS["cpu"]
+    np.testing.assert_array_equal(dequantize(w), dequantize(plain))
+    if not cpu.is_available() or cpu.best_layout(w) == plain.layout:
+        return
+    expected = plain_call(x, plain)
+    np.testing.assert_allclose(call(x, w), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_unknown_spec_lists_what_there_is(capsys):
