@@ -11,59 +11,28 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from jaxinfer.checkpoint.checkpoint import TensorInfo
 from jaxinfer.config import ConfigError, EngineConfig
 from jaxinfer.nn.config import DecoderConfig, num_cache_kv_heads
+from jaxinfer.platforms import Platform
 from jaxinfer.pool_size import (
     GRAIN,
-    decode_steps,
     make_cache_spec,
     pool_pages,
     pool_too_small,
     token_budget,
 )
+from jaxinfer.program_memory import layers_kind, program_bytes
 from jaxinfer.quantization import QuantScheme, make_scheme, tensor_format, weight_bytes
-from jaxinfer.runner.buckets import make_ladders
 from jaxinfer.runner.kv_cache import cpu_pool_bytes
 from jaxinfer.runner.model_runner import LOGIT_BLOCK
 
 LOGIT_COPIES = 5
 """Float32 copies of a block of logits that sampling holds at once."""
 
-CPU_LAYER_PROGRAM_BYTES = {"decode": 800_000, "ragged": 900_000}
-CPU_PROGRAM_BYTES = 3_000_000
-"""Host memory of one loaded XLA:CPU program, for each layer and besides: it keeps its HLO twice.
-
-jaxlib 0.10.2 holds 4.4 kB per HLO instruction; SmolLM2's 30 layers make 6,571 in a decode program
-and 7,169 in a ragged one, with the C++ kernels. While one is loaded from the cache it takes as much
-again, while one is compiled about 100 MB more.
-"""
-
 _MIN_PAGES = 2
 PROPOSED_SCHEMES = ("int8", "Q8_0", "HQQ8", "HQQ4", "nf4", "Q4_0", "int4")
 """Schemes a refusal may propose: they round weights only."""
-
-
-@dataclass(frozen=True)
-class Platform:
-    """Where a model will run.
-
-    Attributes:
-      name: "cpu", "gpu" or "tpu".
-      num_devices: that share each layer.
-      free_bytes: of each device; of a CPU, of the machine, which its devices share.
-      dtype, weight_dtype: of activations and of weights that are not quantized.
-      keeps_quantized: quantized matrices of a checkpoint stay so.
-    """
-
-    name: str
-    num_devices: int
-    free_bytes: int
-    dtype: np.dtype
-    weight_dtype: np.dtype
-    keeps_quantized: bool = True
 
 
 @dataclass(frozen=True)
@@ -215,7 +184,8 @@ def make_plan(
         program_bytes=0,
     )
     if where.name == "cpu":
-        plan = replace(plan, program_bytes=_program_bytes(config, model, plan.weight_bytes))
+        kind = layers_kind(config, infos, where, scheme)
+        plan = replace(plan, program_bytes=program_bytes(config, model, plan.weight_bytes, kind))
     pages = pool_pages(
         config, plan.platform, page_bytes, plan.page_size, plan.kv_budget, plan.max_model_len
     )
@@ -387,23 +357,6 @@ def step_bytes(config: EngineConfig, model: DecoderConfig, where: Platform) -> i
     per_logit_row = model.vocab_size * 4 * LOGIT_COPIES
     ragged = token_budget(config, where.name) * per_token + LOGIT_BLOCK[where.name] * per_logit_row
     return max(ragged, config.max_num_seqs * (per_token + per_logit_row))
-
-
-def _program_bytes(config: EngineConfig, model: DecoderConfig, weight_bytes: int) -> int:
-    """Host memory of all programs of XLA:CPU, and of loading one of them."""
-    steps, bulk_rows = decode_steps(config, "cpu", weight_bytes)
-    ladders = make_ladders(
-        "cpu",
-        config.max_num_seqs,
-        token_budget(config, "cpu"),
-        bulk_rows if steps > 1 else 0,
-    )
-    size = {
-        kind: CPU_PROGRAM_BYTES + per_layer * model.num_layers
-        for kind, per_layer in CPU_LAYER_PROGRAM_BYTES.items()
-    }
-    decodes = len(ladders.decode) + len(ladders.bulk)
-    return decodes * size["decode"] + (len(ladders.tokens) + 1) * size["ragged"]
 
 
 def _mb(size: int) -> str:

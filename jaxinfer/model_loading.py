@@ -16,12 +16,12 @@ from jax.sharding import Mesh
 from jaxinfer.checkpoint import Checkpoint
 from jaxinfer.checkpoint.checkpoint import TensorInfo
 from jaxinfer.config import ConfigError, EngineConfig
-from jaxinfer.memory_plan import Platform, check_plan, make_plan
+from jaxinfer.memory_plan import check_plan, make_plan
 from jaxinfer.models import load_model_module
 from jaxinfer.nn.config import DecoderConfig, KVGroup
 from jaxinfer.nn.context import ModelContext
 from jaxinfer.nn.decoder import CausalLM
-from jaxinfer.platforms import free_bytes, make_platform, why_not_quantized
+from jaxinfer.platforms import Platform, free_bytes, make_platform, why_not_quantized
 from jaxinfer.quant_choice import decide_quant
 from jaxinfer.quantization import AUTO, make_scheme
 from jaxinfer.runner.loader import (

@@ -10,10 +10,10 @@ from dataclasses import replace
 from jaxinfer.checkpoint import open_checkpoint, resolve_model
 from jaxinfer.checkpoint.checkpoint import TensorInfo
 from jaxinfer.config import ConfigError, EngineConfig, parse_bytes
-from jaxinfer.memory_plan import Platform, check_plan, make_plan
+from jaxinfer.memory_plan import check_plan, make_plan
 from jaxinfer.model_loading import context_length
 from jaxinfer.models import load_model_module
-from jaxinfer.platforms import free_bytes, make_platform, why_not_quantized
+from jaxinfer.platforms import Platform, free_bytes, make_platform, why_not_quantized
 from jaxinfer.quant_choice import decide_quant
 from jaxinfer.runner.kv_cache import available_memory
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import jax
 import numpy as np
@@ -10,10 +11,29 @@ import numpy as np
 from jaxinfer import cpu
 from jaxinfer.checkpoint.checkpoint import TensorInfo
 from jaxinfer.config import EngineConfig
-from jaxinfer.memory_plan import Platform
 from jaxinfer.quantization import AUTO
 from jaxinfer.runner.kv_cache import available_memory
 from kernels.quantized_matmul import cpu as native_matmul
+
+
+@dataclass(frozen=True)
+class Platform:
+    """Where a model will run.
+
+    Attributes:
+      name: "cpu", "gpu" or "tpu".
+      num_devices: that share each layer.
+      free_bytes: of each device; of a CPU, of the machine, which its devices share.
+      dtype, weight_dtype: of activations and of weights that are not quantized.
+      keeps_quantized: quantized matrices of a checkpoint stay so.
+    """
+
+    name: str
+    num_devices: int
+    free_bytes: int
+    dtype: np.dtype
+    weight_dtype: np.dtype
+    keeps_quantized: bool = True
 
 
 def make_platform(

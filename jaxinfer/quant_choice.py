@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from jaxinfer.checkpoint.checkpoint import TensorInfo
 from jaxinfer.config import ConfigError, EngineConfig
-from jaxinfer.memory_plan import Platform
+from jaxinfer.platforms import Platform
 from jaxinfer.quantization import (
     AUTO,
     AUTO_CANDIDATES,

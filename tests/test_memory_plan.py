@@ -2,18 +2,23 @@
 
 import dataclasses
 import json
+import subprocess
+import sys
 import time
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
 from checkpoint.builders import tiny_gguf
 from tiny_engine import CONTEXT, MAX_NUM_SEQS, shared, tiny_model
 
-from jaxinfer import cli, memory_plan, model_loading
+from jaxinfer import cli, memory_plan, model_loading, program_memory
 from jaxinfer.checkpoint.checkpoint import TensorInfo
 from jaxinfer.config import ConfigError, EngineConfig
-from jaxinfer.memory_plan import Platform, check_plan, make_plan, step_bytes
+from jaxinfer.memory_plan import check_plan, make_plan, step_bytes
 from jaxinfer.models import load_model_module
+from jaxinfer.platforms import Platform
 from jaxinfer.pool_size import GRAIN, make_cache_spec
 from jaxinfer.quantized_array import abstract_array
 from jaxinfer.runner.loader import expected_shapes, parameters
@@ -46,6 +51,34 @@ def llama_tensors():
 
 
 INFOS = llama_tensors()
+
+GROWTH = """
+import gc, sys
+sys.path[:0] = [".", ".."]
+from pathlib import Path
+from test_memory_plan import TestAgainstWhatThereIs, tiny_model, tiny_tensors
+from jaxinfer.memory_plan import make_plan
+from jaxinfer.config import EngineConfig
+from jaxinfer.runner import host_memory
+from jaxinfer.startup import _make_runner
+from jaxinfer.runner.compile_watch import CompileWatch
+
+def held():
+    gc.collect()
+    host_memory.trim()
+    [line] = [x for x in Path("/proc/self/status").read_text().splitlines() if "RssAnon" in x]
+    return int(line.split()[1]) * 1024
+
+host_memory.limit_arenas()
+model, _ = tiny_model()
+config = EngineConfig(exact=True, max_num_seqs={max_num_seqs}, num_pages=32 * 128)
+runner = _make_runner(config, model, 1, 258, CompileWatch())
+before = held()
+runner.compile()
+growth = held() - before
+where = TestAgainstWhatThereIs.cpu(2**34)
+print(growth, make_plan(config, model.config, tiny_tensors(model), where).program_bytes)
+"""
 
 
 def tiny_tensors(model):
@@ -214,6 +247,31 @@ class TestAgainstWhatThereIs:
         widest = max(shared().engine.runner.memory_analysis().values())
         # Beside those of a real model, which grow with its sizes, there are always some.
         assert estimate / 3 < widest < estimate * 3 + 2**19
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("max_num_seqs", [1, 8, 32])
+    def test_programs(self, max_num_seqs, tmp_path):
+        if not sys.platform.startswith("linux"):
+            pytest.skip("only Linux tells what a process holds")
+        code = GROWTH.format(max_num_seqs=max_num_seqs)
+        run = partial(subprocess.run, check=True, capture_output=True, text=True)
+        result = run([sys.executable, "-c", code], cwd=Path(__file__).parent)
+        growth, estimate = map(int, result.stdout.split())
+        assert growth <= estimate <= 1.5 * growth
+
+    def test_programs_grow_with_layers_that_are_not_fused(self, monkeypatch):
+        monkeypatch.setattr(program_memory.fused_layers, "unavailable", lambda: None)
+        where = self.cpu(64 * GIB)
+
+        def programs(**flags):
+            return make_plan(EngineConfig(**flags), LLAMA, INFOS, where).program_bytes
+
+        fused = programs(quant="int8")
+        assert fused < programs(quant="w8a8")
+        assert fused < programs(quant="int8", kv_cache_dtype="int8")
+        assert programs(quant="int8", attention="xla") > 2 * programs(quant="w8a8")
+        monkeypatch.setattr(program_memory.fused_layers, "unavailable", lambda: "not built")
+        assert programs(quant="int8") == programs(attention="xla")
 
     def test_weights_and_pages(self):
         model, _ = tiny_model()

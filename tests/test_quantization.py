@@ -10,7 +10,7 @@ import pytest
 from jaxinfer import quantization
 from jaxinfer.checkpoint.checkpoint import TensorInfo
 from jaxinfer.config import ConfigError, EngineConfig
-from jaxinfer.memory_plan import Platform
+from jaxinfer.platforms import Platform
 from jaxinfer.quant_choice import decide_quant
 from jaxinfer.quantization import (
     AUTO_CANDIDATES,

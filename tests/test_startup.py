@@ -1,5 +1,6 @@
 """Start-up: what is refused, how fast and in what words; what is decided where nothing is said."""
 
+import gc
 import importlib.util
 import json
 import os
@@ -22,6 +23,7 @@ import jaxinfer
 from jaxinfer import _kernels_package, cli, model_loading, platforms, pool_size, startup
 from jaxinfer._kernels_package import check_kernels_package
 from jaxinfer.checkpoint.checkpoint import TensorInfo
+from jaxinfer.collection import paused_collection
 from jaxinfer.config import ConfigError, EngineConfig
 from jaxinfer.quantized_array import abstract_array
 from jaxinfer.runner import kv_cache
@@ -292,7 +294,7 @@ def test_the_tiny_engine_has_the_ladder_it_logs(caplog):
     caplog.set_level("INFO", "jaxinfer")
     engine = shared().engine
     startup._log_setup(engine.runner, engine.scheduler.limits, tiny_model()[0], engine.runner.watch)
-    assert "ladder: decode (2, 4), tokens (32,); 4 programs" in caplog.text
+    assert "ladder: decode (2, 4), tokens (32,); 5 programs" in caplog.text
     assert f"KV pool: {MAX_NUM_SEQS * CONTEXT} tokens" in caplog.text
     assert "paged_attention: " in caplog.text
 
@@ -377,3 +379,17 @@ def test_without_the_native_kernel_quantized_weights_become_float32(monkeypatch,
     assert (kept.keeps_quantized, floats.keeps_quantized) == (native.LIBRARY.is_file(), False)
     assert floats.weight_dtype == "float32"
     assert f"{reason}: the quantized weights become float32, which costs 2 MB more" in caplog.text
+
+
+@pytest.mark.parametrize("was_enabled", [True, False])
+def test_nothing_is_collected_while_loading_and_then_what_was_before(was_enabled):
+    before = gc.isenabled()
+    try:
+        (gc.enable if was_enabled else gc.disable)()
+        assert paused_collection()(gc.isenabled)() is False
+        assert gc.isenabled() == was_enabled
+        with pytest.raises(ValueError, match="invalid literal"):
+            paused_collection()(int)("not a number")
+        assert gc.isenabled() == was_enabled
+    finally:
+        (gc.enable if before else gc.disable)()
