@@ -22,8 +22,12 @@ _FORCED = "JAXINFER_CPU_ISA"
 
 
 @cache
-def unavailable(*targets: str) -> str | None:
-    """Registers handlers and returns why they cannot be used, or None."""
+def unavailable(*targets: str, has_sets: bool = True) -> str | None:
+    """Registers handlers and returns why they cannot be used, or None.
+
+    Args:
+      has_sets: there is one of each for every instruction set.
+    """
     if not LIBRARY.is_file():
         return "the C++ library is not built: run `python -m kernels.native_build`"
     try:
@@ -32,7 +36,8 @@ def unavailable(*targets: str) -> str | None:
         built, known = library.jaxinfer_ffi_version(), ffi_version()
         if built > known:
             raise RuntimeError(f"built for version 0.{built} of XLA's FFI, jaxlib has 0.{known}")
-        for suffix in ("", *(f"_{name}" for name in runnable_instruction_sets())):
+        sets = runnable_instruction_sets() if has_sets else ()
+        for suffix in ("", *(f"_{name}" for name in sets)):
             for target in targets:
                 capsule = jax.ffi.pycapsule(getattr(library, target + suffix))
                 jax.ffi.register_ffi_target(target + suffix, capsule, platform="cpu")

@@ -32,6 +32,7 @@ MATMUL_FOLDER = Path(__file__).parent / "quantized_matmul"
 ATTENTION_FOLDER = Path(__file__).parent / "paged_attention"
 DECODER_FOLDER = Path(__file__).parent / "decoder_layers"
 LOGITS_FOLDER = Path(__file__).parent / "logit_stats"
+ZEROS_FOLDER = Path(__file__).parent / "lazy_zeros"
 SHARED_FOLDER = Path(__file__).parent / "cpp"
 LIBRARY = Path(__file__).with_name("native_kernels.so")
 """Beside the module that loads it, under the same name on every platform."""
@@ -88,7 +89,7 @@ def compile_units(
     commands: dict[str, list[str]] = {}
     if handlers:
         commands["sets"] = [str(SHARED_FOLDER / "instruction_sets.cc")]
-        folders = (MATMUL_FOLDER, ATTENTION_FOLDER, DECODER_FOLDER, LOGITS_FOLDER)
+        folders = (MATMUL_FOLDER, ATTENTION_FOLDER, DECODER_FOLDER, LOGITS_FOLDER, ZEROS_FOLDER)
         commands |= {folder.name: [str(folder / "cpu.cc")] for folder in folders}
     loops = {ATTENTION_FOLDER: "attention", DECODER_FOLDER: "decoder", LOGITS_FOLDER: "logit"}
     for name in instruction_sets():

@@ -27,6 +27,7 @@ from jaxinfer.runner.row_state import RowReset, empty_row_state, make_row_reset,
 from jaxinfer.runner.step_layout import StepLayout, decode_layout, ragged_layout
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.scheduler.plan import PlannedRow, StepPlan
+from kernels.lazy_zeros import lazy_zeros
 from kernels.paged_attention import kv_partition
 
 logger = logging.getLogger(__name__)
@@ -233,8 +234,11 @@ class ModelRunner:
         if hasattr(self, "_state"):
             del self._state  # free the old pool before the new one is made
         rows = empty_row_state(config.max_num_seqs + 1, self.vocab_size)
+        zeros = jax.numpy.zeros
+        if self.mesh.size == 1:
+            zeros = partial(lazy_zeros, platform=self.platform)
         make_kv = jax.jit(
-            lambda: jax.tree.map(lambda leaf: jax.numpy.zeros(leaf.shape, leaf.dtype), abstract.kv),
+            lambda: jax.tree.map(lambda leaf: zeros(leaf.shape, leaf.dtype), abstract.kv),
             out_shardings=self._state_shardings.kv,
         )
         self._state = DeviceState(
