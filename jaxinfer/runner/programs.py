@@ -102,14 +102,16 @@ class ModelPrograms:
         """Up to `max_steps` tokens for each row, each fed back on the device."""
         fields = layout.unpack(packed)
         state = _with_page_updates(state, fields)
-        shapes = jax.eval_shape(self._decode_once, fields, params, state, jnp.int32(0))[0]
+        # Traced once, for its shapes and for the loop.
+        decode_once = jax.jit(self._decode_once)
+        shapes = jax.eval_shape(decode_once, fields, params, state, jnp.int32(0))[0]
         outputs = jax.tree.map(lambda leaf: jnp.zeros((max_steps, *leaf.shape), leaf.dtype), shapes)
 
         def body(
             step: Int32[Array, ""], carry: tuple[StepOutput, DeviceState]
         ) -> tuple[StepOutput, DeviceState]:
             outputs, state = carry
-            output, state = self._decode_once(fields, params, state, step)
+            output, state = decode_once(fields, params, state, step)
             outputs = jax.tree.map(lambda all_, one: all_.at[step].set(one), outputs, output)
             return outputs, state
 
@@ -215,6 +217,7 @@ class ModelPrograms:
         """Samples or scores the gathered rows in blocks, so that no [T, V] array ever exists."""
         block = self.logit_block
 
+        @jax.jit  # traced once, for its shapes and for the loop
         def one(start: Int32[Array, ""]) -> Sampled:
             def cut(x: Int32[Array, " Q"]) -> Int32[Array, " block"]:
                 return lax.dynamic_slice_in_dim(x, start, block)
