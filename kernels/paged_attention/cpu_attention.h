@@ -67,17 +67,28 @@ constexpr int64_t kRowsAtOnce = 32;
 // Rows of scores begin in different sets of the first-level cache.
 constexpr int64_t kScoresStride = kSpanKeys + 16;
 
+// Rows of scores of few rows lie side by side, in so many columns.
+inline int64_t score_columns(int64_t num_rows) { return num_rows <= 4 ? 4 : 8; }
+
+// What few rows need where numbers are rounded: see FewRoundedTile.
+inline int64_t few_scratch_floats(const Cache& cache, int64_t num_rows, int64_t num_kv_heads) {
+  const int64_t columns = score_columns(num_rows), head_dim = rounded_up(cache.head_dim, 32);
+  return kBlockKeys * (columns * (num_kv_heads + 1) + 2 * num_rows) +
+         head_dim * (2 * num_rows + num_kv_heads * (columns / 2 + kBlockKeys));
+}
+
 // What attending to a tile of `num_rows` (queries times heads) for each of its KV heads needs,
 // with rounding or without: 64-byte aligned.
 inline int64_t scratch_floats(const Attention& p, int64_t num_rows, int64_t num_kv_heads) {
   const int64_t padded = padded_head_dim(p.cache), all_rows = num_rows * num_kv_heads;
   const int64_t floats = kBlockKeys * (2 * padded + padded_rows(all_rows) + 2) + all_rows * padded;
   const int64_t width = rounded_up(p.cache.head_dim, 32);
-  const int64_t rounded = kSpanKeys * width + rounded_up(num_rows, kRowsAtOnce) * width / 2 +
-                          kRowsAtOnce * (kScoresStride + width);
+  const int64_t many = kSpanKeys * width + rounded_up(num_rows, kRowsAtOnce) * width / 2 +
+                       kRowsAtOnce * (kScoresStride + width);
   // Whatever the elements: layers whose caches differ in that may be planned together.
-  const bool may_round = num_rows > kFewRows && rounded > floats;
-  return (may_round ? rounded : floats) + 2 * state_floats(p, all_rows);
+  const int64_t rounded =
+      num_rows > kFewRows ? many : few_scratch_floats(p.cache, num_rows, num_kv_heads);
+  return (rounded > floats ? rounded : floats) + 2 * state_floats(p, all_rows);
 }
 
 struct Write {

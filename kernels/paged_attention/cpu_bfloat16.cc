@@ -1,16 +1,19 @@
-// The loops of paged attention for AMX: where rows are many and the cache is bfloat16, products are
-// of bfloat16 numbers. Everything else is left to the loops for AVX-512: its dot products of
-// bfloat16 pairs took longer than products of float32.
+// The loops of paged attention for AMX: where the cache is bfloat16, products are of bfloat16
+// numbers. Other caches, and few rows of heads that are not whole chunks, are left to the loops for
+// AVX-512: its dot products of bfloat16 pairs took longer than products of float32.
 //
 // Queries, times the scale, and the weights of values are rounded to bfloat16; sums, softmaxes and
-// the sum of the rounded weights are float32. A span of keys is one softmax: its keys and values
-// are packed once, then sixteen or 32 rows at a time are scored, weighted and multiplied by values.
+// the sum of the rounded weights are float32. Where rows are many, a span of keys is one softmax:
+// its keys and values are packed once, then sixteen or 32 rows at a time are scored, weighted and
+// multiplied by values. For few rows see cpu_bfloat16_few.h.
 //
 // Chunks of keys begin at multiples of their size, and those that a row does not see are zeros: so
 // its bits depend on no other row.
 
 #include "../cpp/lanes.h"
 #include "cpu_attention.h"
+#include "cpu_bfloat16_few.h"
+#include "cpu_exponential.h"
 #include "cpu_keys.h"
 #include "cpu_state.h"
 #include "cpu_tiles.h"
@@ -19,19 +22,6 @@
 namespace {
 
 using namespace jaxinfer;
-
-constexpr float kLog2E = 1.44269504f;
-
-// 2^x to 3e-6 of itself, much less than the rounding of weights. NaN stays.
-JAXINFER_INLINE Lanes power_of_two(Lanes x) {
-  const Lanes rest = (Lanes)_mm512_reduce_ps((__m512)x, 1);  // x - floor(x)
-  Lanes y = broadcast(0.013534167781472206f);
-  y = multiply_add(y, rest, broadcast(0.05201146379113197f));
-  y = multiply_add(y, rest, broadcast(0.2414427548646927f));
-  y = multiply_add(y, rest, broadcast(0.6930038332939148f));
-  y = multiply_add(y, rest, broadcast(1.0000026226043701f));
-  return (Lanes)_mm512_scalef_ps((__m512)y, (__m512)x);  // times 2^floor(x)
-}
 
 // The two registers of a chunk of a row, zeros behind its end.
 JAXINFER_INLINE __m512i read_chunk(const uint16_t* from, int64_t count) {
@@ -211,10 +201,14 @@ class RoundedTile : TileRows {
 
 void attend(const Attention& p, const Tile& tile, float* scratch) {
   const bool is_few = tile.num_queries * (p.num_heads / p.cache.num_kv_heads) <= kFewRows;
-  if (is_few || p.cache.type != Elements::kBfloat16) {
+  if (p.cache.type != Elements::kBfloat16 || (is_few && p.cache.head_dim % kChunk != 0)) {
     return attention_loops_avx512.attend(p, tile, scratch);
   }
-  RoundedTile(p, tile, scratch).run();
+  if (!is_few) return RoundedTile(p, tile, scratch).run();
+  Ahead ahead(p, tile, sizeof(uint16_t));
+  for (const Tile* one = &tile; one; one = one->next) {
+    FewRoundedTile(p, *one, scratch, ahead).run();
+  }
 }
 
 void merge(const Attention& p, const Tile& tile) { attention_loops_avx512.merge(p, tile); }

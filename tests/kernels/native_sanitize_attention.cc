@@ -150,6 +150,7 @@ float as_bfloat16(float value) {
 // Whether a row's products are of bfloat16 numbers: as in cpu_bfloat16.cc and cpu_plan.h.
 bool is_rounded(const Step& step, const Loops& loops, int64_t row, int64_t token) {
   if (&loops != find_attention("amx") || step.p.cache.type != Elements::kBfloat16) return false;
+  if (step.p.cache.head_dim % 32 == 0) return true;
   const int64_t heads = step.p.num_heads / step.p.cache.num_kv_heads;
   const int64_t most = std::max<int64_t>(kTileRows / heads, 1);
   const int64_t end = step.cu_q_lens[static_cast<size_t>(row) + 1];

@@ -27,12 +27,16 @@ pytestmark = [
 SETS = native.runnable_instruction_sets() if cpu.is_available() else ()
 DTYPES = ("float32", "bfloat16", "float16", "int8")
 QUICK = ("gemma3-groups-mixed-int8", "mha-head-80-page-128")
-# Tiles of more rows (queries times heads that share keys) than this are multiplied with AMX, where
-# there is one, if the cache is bfloat16: `kFewRows` of cpu_attention.h.
+# With AMX products are of bfloat16 numbers if the cache is: those of tiles of more rows (queries
+# times heads that share keys) than this, `kFewRows` of cpu_attention.h, and of fewer rows if heads
+# are multiples of 32 elements.
 FEW_ROWS = 8
 ROUNDED_SPECS = {
     "mixed-bfloat16": small(MIXED, num_tokens=100, num_rows=9, kv_dtype="bfloat16"),
     "window-7-bfloat16": dataclasses.replace(SMALL_SPECS["window-7"], kv_dtype="bfloat16"),
+    "few-bfloat16": dataclasses.replace(
+        SMALL_SPECS["decode"], head_dim=64, page_size=16, kv_dtype="bfloat16"
+    ),
 }
 WRITTEN = ("mqa-soft-cap-mixed", "gemma3-groups-mixed-int8", "smollm2-mixed-bf16-page-128")
 
@@ -49,9 +53,14 @@ def attention(spec, inputs, instruction_set=None):
 
 def may_round(spec, instruction_set="amx"):
     """Whether the products of some of a spec's queries are of bfloat16 numbers."""
+    is_any = any(rounds(spec, q_len) for q_len, _ in spec.rows)
+    return "amx" in SETS and instruction_set == "amx" and spec.kv_dtype == "bfloat16" and is_any
+
+
+def rounds(spec, q_len):
+    """Whether the products of a row's queries are of bfloat16 numbers, if any are."""
     heads = spec.num_heads // spec.num_kv_heads
-    is_many = any(q_len * heads > FEW_ROWS for q_len, _ in spec.rows)
-    return "amx" in SETS and instruction_set == "amx" and spec.kv_dtype == "bfloat16" and is_many
+    return q_len * heads > FEW_ROWS or spec.head_dim % 32 == 0
 
 
 @pytest.mark.parametrize("spec", SMALL_SPECS.values(), ids=SMALL_SPECS)
@@ -111,15 +120,14 @@ def test_every_instruction_set_equals_the_formula(instruction_set, dtype):
 
 
 def check_rounded(spec, inputs, out):
-    """The formula for rounded queries, up to the rounding of weights; few rows as ever."""
+    """The formula for rounded queries, up to the rounding of weights; others as ever."""
     q, kv, metadata = inputs
     scaled = np.asarray(q, np.float32) * np.float32(spec.scale)
     rounded = np.asarray(jnp.asarray(scaled, jnp.bfloat16), np.float64) / spec.scale
-    heads = spec.num_heads // spec.num_kv_heads
     is_rounded = np.zeros(len(q), bool)
     for row, (q_len, _) in enumerate(spec.rows):
         start = int(metadata.cu_q_lens[row])
-        is_rounded[start : start + q_len] = q_len * heads > FEW_ROWS
+        is_rounded[start : start + q_len] = rounds(spec, q_len)
     queries = np.where(is_rounded[:, None, None], rounded, q)
     error = np.abs(out - checks.formula(spec, queries, kv, metadata))
     assert error[~is_rounded].max(initial=0) <= TOLERANCE
@@ -139,6 +147,28 @@ ROUNDED_ROWS = {
 }
 
 
+# Rows of one to eight heads, heads of one to nine chunks of elements; pages that hold sixteen keys
+# and those that do not; windows that begin inside sixteen keys.
+FEW_ROUNDED_ROWS = {
+    "smollm2": {"num_heads": 9, "num_kv_heads": 3, "head_dim": 64},
+    "gemma": {"num_heads": 4, "num_kv_heads": 1, "head_dim": 256, "window": 100},
+    "mha": {"num_heads": 2, "head_dim": 96, "soft_cap": 3.0},
+    "eight": {"num_heads": 16, "head_dim": 128, "window": 37},
+    "five": {"num_heads": 5, "num_kv_heads": 1, "head_dim": 288},
+}
+
+
+@pytest.mark.skipif("amx" not in SETS, reason="this machine has no AMX")
+@pytest.mark.parametrize("page_size", [6, 16, 48])
+@pytest.mark.parametrize("kind", FEW_ROUNDED_ROWS)
+def test_few_rows_of_a_bfloat16_cache(kind, page_size):
+    rows = [(1, 1), (1, 15), (1, 64), (1, 257), (1, 700), (2, 2), (2, 130)]
+    pages = {"page_size": page_size, "max_pages": 700 // page_size + 1}
+    spec = small(rows, kv_dtype="bfloat16", **pages, **FEW_ROUNDED_ROWS[kind])
+    inputs = make_inputs(spec)
+    check_rounded(spec, inputs, attention(spec, inputs, "amx"))
+
+
 @pytest.mark.skipif("amx" not in SETS, reason="this machine has no AMX")
 @pytest.mark.parametrize("kind", ROUNDED_ROWS)
 def test_many_rows_of_a_bfloat16_cache(kind):
@@ -149,9 +179,10 @@ def test_many_rows_of_a_bfloat16_cache(kind):
 
 
 @pytest.mark.skipif("amx" not in SETS, reason="this machine has no AMX")
-def test_values_that_are_all_the_same_are_returned():
+@pytest.mark.parametrize("rows", [[(300, 300)], [(1, 300), (1, 7)]], ids=["many", "few"])
+def test_values_that_are_all_the_same_are_returned(rows):
     """Weights are divided by the sum of what they were rounded to."""
-    spec = small([(300, 300)], max_pages=80, kv_dtype="bfloat16")
+    spec = small(rows, head_dim=32, max_pages=80, kv_dtype="bfloat16")
     q, kv, metadata = make_inputs(spec)
     kv = kv.at[:, :, :, 1].set(np.asarray(1.5, jnp.bfloat16).view(np.uint16))
     out = attention(spec, (3 * q, kv, metadata), "amx")
@@ -175,11 +206,13 @@ def test_weights_are_exact_to_a_few_roundings(instruction_set):
 
 
 @pytest.mark.parametrize("window", [None, 300])
-@pytest.mark.parametrize("dtype", ["float32", "int8", "bfloat16"])
-def test_a_querys_bits_do_not_depend_on_the_batch(dtype, window):
+@pytest.mark.parametrize(
+    ("dtype", "head_dim"), [("float32", 8), ("int8", 8), ("bfloat16", 8), ("bfloat16", 32)]
+)
+def test_a_querys_bits_do_not_depend_on_the_batch(dtype, head_dim, window):
     """A prompt whole, in chunks, token by token; each chunk alone and beside others: its bits."""
     length = 700
-    cache = {"window": window, "kv_dtype": dtype, "max_pages": 180}
+    cache = {"window": window, "kv_dtype": dtype, "head_dim": head_dim, "max_pages": 180}
     whole = small([(length, length)], **cache)
     q, kv, metadata = make_inputs(whole)
     expected = attention(whole, (q, kv, metadata))
@@ -205,12 +238,14 @@ def test_a_querys_bits_do_not_depend_on_the_batch(dtype, window):
         np.testing.assert_allclose(out, expected[position], rtol=0, atol=atol, err_msg=f"{sizes}")
 
 
-def test_threads_share_long_rows():
-    spec = small([(1, 4000)], num_heads=12, head_dim=64, max_pages=1000)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_threads_share_long_rows(dtype):
+    spec = small([(1, 4000)], num_heads=12, head_dim=64, max_pages=1000, kv_dtype=dtype)
     inputs = make_inputs(spec)
     call = jax.jit(partial(cpu.attend, group=0, scale=spec.scale, window=None, soft_cap=None))
     alone = np.asarray(call(*inputs))
-    np.testing.assert_allclose(alone, checks.formula(spec, *inputs), rtol=0, atol=TOLERANCE)
+    atol = TOLERANCE_BFLOAT16 if may_round(spec) else TOLERANCE
+    np.testing.assert_allclose(alone, checks.formula(spec, *inputs), rtol=0, atol=atol)
     with ThreadPoolExecutor(6) as pool:  # more callers than XLA has threads
         for result in pool.map(lambda _: np.asarray(call(*inputs)), range(24)):
             np.testing.assert_array_equal(result, alone)
