@@ -27,9 +27,7 @@ class BlockProduct {
   BlockProduct(const Product& p, const Bfloat16Tokens& tokens, Tiles& tiles, Scratch& scratch,
                const float* group_sums, float* results)
       : p_(p), tokens_(tokens), tiles_(tiles), scratch_(scratch), group_sums_(group_sums),
-        results_(results), decoder_(p),
-        // Sizes are powers of two, or of a whole row: divisions take as long as a tile's product.
-        group_shift_(p.num_groups == 1 ? 63 : __builtin_ctzll(static_cast<uint64_t>(p.group_size))) {}
+        results_(results), decoder_(p), group_shift_(shift_of_groups(p)) {}
 
   // Rows [row, row + 16) of the result.
   void run(int64_t row) {

@@ -92,31 +92,37 @@ JAXINFER_INLINE __m512i scaled(__m512i pairs, __m512 scale, __m512 offset, __m51
 template <class Decoder>
 class Panel {
  public:
-  explicit Panel(const Product& p) : p_(p), decoder_(p), order_(pairs_order()) {}
+  explicit Panel(const Product& p)
+      : p_(p), decoder_(p), order_(pairs_order()), group_shift_(shift_of_groups(p)) {}
 
   // Decodes the block of rows that begins at `row`: [chunks, pairs, 16, 2].
   void decode(int64_t row, uint16_t* to) const {
     alignas(64) uint16_t tile[kTileWords];
     const uint8_t* codes = p_.codes + row * p_.row_bytes;
-    for (int64_t column = 0; column < p_.num_columns; column += kChunk, codes += Decoder::kBytes) {
+    for (int64_t column = 0; column < p_.num_columns;
+         column += kChunk, codes += Decoder::kBytes, to += kTileWords) {
       decoder_.decode(codes, tile);
-      for (int half = 0; half < 2; ++half, to += kTileWords / 2) {
-        const int64_t group = (column + half * kChunk / 2) / p_.group_size;
-        const int64_t index = row * p_.num_groups + group * kBlockRows;
-        const __m512 scale = _mm512_mul_ps(load_scales(p_.scale, p_.scale_type, index),
-                                           _mm512_set1_ps(Decoder::kFactor));
-        const __m512 offset = p_.offset ? load_scales(p_.offset, p_.offset_type, index)
-                                        : _mm512_setzero_ps();
-        scale_half(tile + half * kTileWords / 2, scale, offset, to);
+      const int64_t group = column >> group_shift_;
+      if (p_.group_size >= kChunk) {
+        scale_pairs<kPairs>(tile, row, group, to);
+      } else {
+        scale_pairs<kPairs / 2>(tile, row, group, to);
+        scale_pairs<kPairs / 2>(tile + kTileWords / 2, row, group + 1, to + kTileWords / 2);
       }
     }
   }
 
  private:
-  JAXINFER_INLINE void scale_half(const uint16_t* tile, __m512 scale, __m512 offset,
-                                  uint16_t* to) const {
-#pragma GCC unroll 8
-    for (int pair = 0; pair < kPairs / 2; ++pair) {
+  template <int kCount>
+  JAXINFER_INLINE void scale_pairs(const uint16_t* tile, int64_t row, int64_t group,
+                                   uint16_t* to) const {
+    const int64_t index = row * p_.num_groups + group * kBlockRows;
+    const __m512 scale = _mm512_mul_ps(load_scales(p_.scale, p_.scale_type, index),
+                                       _mm512_set1_ps(Decoder::kFactor));
+    const __m512 offset = p_.offset ? load_scales(p_.offset, p_.offset_type, index)
+                                    : _mm512_setzero_ps();
+#pragma GCC unroll 16
+    for (int pair = 0; pair < kCount; ++pair) {
       const __m512i codes = load_words(tile + 32 * pair);
       _mm512_store_si512(to + 32 * pair, scaled(codes, scale, offset, order_));
     }
@@ -125,6 +131,7 @@ class Panel {
   const Product& p_;
   const Decoder decoder_;
   const __m512i order_;
+  const int group_shift_;
 };
 
 // Tokens of a tile beyond the last are computed, as zeros, and not stored.

@@ -19,4 +19,10 @@ JAXINFER_INLINE __m512 load_scales(const void* from, FloatType type, int64_t ind
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(held), 16));
 }
 
+// A column's group is the column shifted right by so many bits: sizes of groups are powers of two,
+// or of a whole row, and a division takes as long as a tile's product.
+inline int shift_of_groups(const Product& p) {
+  return p.num_groups == 1 ? 63 : __builtin_ctzll(static_cast<uint64_t>(p.group_size));
+}
+
 }  // namespace
