@@ -43,13 +43,13 @@ def engine(loaded):
 def gate(loaded, monkeypatch):
     """While clear, steps wait; set at the end of a test."""
     gate = threading.Event()
-    step = loaded.engine.step
+    step = loaded.engine.start_step
 
     def gated_step():
         assert gate.wait(10)
         return step()
 
-    monkeypatch.setattr(loaded.engine, "step", gated_step)
+    monkeypatch.setattr(loaded.engine, "start_step", gated_step)
     yield gate
     gate.set()
 
@@ -147,7 +147,7 @@ def die(engine, loaded, monkeypatch):
     def fail():
         raise ArithmeticError("injected")
 
-    monkeypatch.setattr(loaded.engine, "step", fail)
+    monkeypatch.setattr(loaded.engine, "start_step", fail)
 
 
 async def test_a_fault_in_a_step_ends_every_open_request(engine, loaded, gate, monkeypatch, caplog):
@@ -178,7 +178,7 @@ async def test_a_fault_in_a_step_ends_every_open_request(engine, loaded, gate, m
 def test_only_the_open_completions_get_the_error(engine, loaded, monkeypatch):
     # The first completion ends at a stop id that the second, with another seed, has not met.
     steps = iter(range(1000))
-    step = loaded.engine.step
+    step = loaded.engine.start_step
     seen = []
 
     def fail_later():
@@ -187,7 +187,7 @@ def test_only_the_open_completions_get_the_error(engine, loaded, monkeypatch):
         assert next(steps) < 500
         return step()
 
-    monkeypatch.setattr(loaded.engine, "step", fail_later)
+    monkeypatch.setattr(loaded.engine, "start_step", fail_later)
     params = SamplingParams(n=2, seed=3, max_tokens=100, stop_token_ids=tuple(range(10)))
     engine.submit(EngineRequest("r", (1, 2), params), seen.extend)
     until(lambda: engine.state == "dead" and sum(d.finish_reason is not None for d in seen) == 2)

@@ -205,7 +205,7 @@ def test_two_threads_at_once(llm):
 
 def test_an_interrupt_aborts_the_batch_and_leaves_the_engine_usable(llm, monkeypatch):
     main = threading.get_ident()
-    step = shared().engine.step
+    step = shared().engine.start_step
     interrupted = []
 
     def step_and_interrupt():
@@ -218,7 +218,7 @@ def test_an_interrupt_aborts_the_batch_and_leaves_the_engine_usable(llm, monkeyp
     expected = llm.generate("a", max_tokens=8, **GREEDY)
     before = llm.engine.stats().generation_tokens
     aborted = llm.engine.stats().finished.get("abort", 0)
-    monkeypatch.setattr(shared().engine, "step", step_and_interrupt)
+    monkeypatch.setattr(shared().engine, "start_step", step_and_interrupt)
     with pytest.raises(KeyboardInterrupt):
         llm.generate(["a", "b", "c", "d", "e", "f"], max_tokens=100, **GREEDY)
     until_idle(llm)

@@ -232,7 +232,7 @@ def test_the_command(monkeypatch, capsys):
     assert cli.main(["profile", "--json", "--exact", "--page-size", "4", *flags]) == 0
     found = json.loads(capsys.readouterr().out)
     decode, prefill = found["steps"]
-    assert decode["step"] == "decode, 2 × 1 tokens at 16 of context"
+    assert decode["step"] == "decode, 2 × 4 tokens at 42 of context"
     assert prefill["step"] == "prefill, 16 tokens"
     assert decode["kinds"]["matmul"]["us"] > 0
     assert found["versions"]["jax"]

@@ -317,7 +317,7 @@ class TestOverloadAndDeath:
         def fail():
             raise ArithmeticError("injected")
 
-        monkeypatch.setattr(shared().engine, "step", fail)
+        monkeypatch.setattr(shared().engine, "start_step", fail)
         body = {"prompt": "abc", "max_tokens": 4, "stream": stream}
         status, answer, _ = await server.post("/v1/completions", body)
         assert (status, answer["error"]["code"]) == (503, "unavailable")
