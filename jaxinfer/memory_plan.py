@@ -169,11 +169,15 @@ def make_plan(
     stored = _weight_bytes(model, infos, where, scheme)
     page_bytes = -(-cache.page_bytes // sharers)
     limit = model.max_position_embeddings
+    weights, programs = sum(stored.values()) // sharers, 0
+    if where.name == "cpu":
+        kind = layers_kind(config, infos, where, scheme)
+        programs = program_bytes(config, model, weights, kind)
     plan = MemoryPlan(
         platform=where.name,
         num_devices=where.num_devices,
         free_bytes=where.free_bytes,
-        weight_bytes=sum(stored.values()) // sharers,
+        weight_bytes=weights,
         page_bytes=page_bytes,
         page_size=cache.page_size,
         kv_dtype=cache.dtype_name,
@@ -181,11 +185,8 @@ def make_plan(
         max_model_len=config.max_model_len or limit,
         max_num_seqs=config.max_num_seqs,
         step_bytes=max(step_bytes(config, model, where), _loading_bytes(infos, where, scheme)),
-        program_bytes=0,
+        program_bytes=programs,
     )
-    if where.name == "cpu":
-        kind = layers_kind(config, infos, where, scheme)
-        plan = replace(plan, program_bytes=program_bytes(config, model, plan.weight_bytes, kind))
     pages = pool_pages(
         config, plan.platform, page_bytes, plan.page_size, plan.kv_budget, plan.max_model_len
     )

@@ -154,12 +154,10 @@ class RoundedTile : TileRows {
   // Finishes a row's scores in [left, right), and makes those outside [begin, end) minus infinity.
   void mask(float* scores, int64_t left, int64_t right, int64_t begin, int64_t end) const {
     for (int64_t i = left; p_.soft_cap != 0 && i < right; i += kWidth) {
-      store(scores + i, p_.soft_cap * hyperbolic_tangent(load(scores + i) / p_.soft_cap));
+      store(scores + i, capped(load(scores + i), p_.soft_cap));
     }
     const auto mask_part = [&](int64_t i) {
-      const Ints key = lane_numbers() + static_cast<int32_t>(i);
-      const auto is_seen = (key >= static_cast<int32_t>(begin)) & (key < static_cast<int32_t>(end));
-      store(scores + i, is_seen ? load(scores + i) : broadcast(-INFINITY));
+      store(scores + i, only_seen(load(scores + i), i, begin, end));
     };
     for (int64_t i = left; i < at_most(begin, right); i += kWidth) mask_part(i);
     for (int64_t i = at_least(end, left) / kWidth * kWidth; i < right; i += kWidth) mask_part(i);

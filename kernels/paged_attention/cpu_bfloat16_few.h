@@ -277,11 +277,7 @@ class FewRoundedTile : TileRows {
   float mask(float* scores, int64_t count, int64_t begin, int64_t end) const {
     Lanes most = broadcast(-INFINITY);
     for (int64_t i = 0; i < count; i += kWidth) {
-      Lanes score = load(scores + i);
-      if (p_.soft_cap != 0) score = p_.soft_cap * hyperbolic_tangent(score / p_.soft_cap);
-      const Ints key = lane_numbers() + static_cast<int32_t>(i);
-      const auto is_seen = (key >= static_cast<int32_t>(begin)) & (key < static_cast<int32_t>(end));
-      score = is_seen ? score : broadcast(-INFINITY);
+      const Lanes score = only_seen(capped(load(scores + i), p_.soft_cap), i, begin, end);
       store(scores + i, score);
       most = larger(most, score);
     }

@@ -169,10 +169,7 @@ class TileLoops : TileRows {
     for (int64_t i = left; i < right; i += kWidth) {
       Lanes score = load(scores + i);
       if (p_.cache.scales) score *= load(key_scales_ + i);
-      if (p_.soft_cap != 0) score = p_.soft_cap * hyperbolic_tangent(score / p_.soft_cap);
-      const Ints key = lane_numbers() + static_cast<int32_t>(i);
-      const auto is_seen = (key >= static_cast<int32_t>(begin)) & (key < static_cast<int32_t>(end));
-      score = is_seen ? score : broadcast(-INFINITY);
+      score = only_seen(capped(score, p_.soft_cap), i, begin, end);
       store(scores + i, score);
       most = larger(most, score);
     }

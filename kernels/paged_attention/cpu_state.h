@@ -19,6 +19,18 @@ struct State {
 // What scores are taken relative to, given their largest.
 JAXINFER_INLINE Lanes finite(Lanes peak) { return peak == -INFINITY ? Lanes{} : peak; }
 
+// Scores of keys `first` and on, with minus infinity for those outside [begin, end).
+JAXINFER_INLINE Lanes only_seen(Lanes scores, int64_t first, int64_t begin, int64_t end) {
+  const Ints key = lane_numbers() + static_cast<int32_t>(first);
+  const auto is_seen = (key >= static_cast<int32_t>(begin)) & (key < static_cast<int32_t>(end));
+  return is_seen ? scores : broadcast(-INFINITY);
+}
+
+// `cap * tanh(scores / cap)`; the scores themselves where there is no cap.
+JAXINFER_INLINE Lanes capped(Lanes scores, float cap) {
+  return cap != 0 ? cap * hyperbolic_tangent(scores / cap) : scores;
+}
+
 // The rows of a tile: of a KV head they are queries, and in them its query heads.
 class TileRows {
  public:
