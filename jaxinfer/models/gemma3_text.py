@@ -198,8 +198,10 @@ class Model(CausalLM):
         x = super().embed(token_ids)
         return x * jnp.asarray(self.config.hidden_size**0.5, x.dtype)
 
-    def logits(self, hidden: Float[Array, "R D"]) -> Float32[Array, "R V"]:
+    def logits(
+        self, hidden: Float[Array, "R D"], num_rows: Int32[Array, ""] | None = None
+    ) -> Float32[Array, "R V"]:
         """Returns `cap · tanh(logits / cap)`."""
-        logits: jax.Array = super().logits(hidden)
+        logits: jax.Array = super().logits(hidden, num_rows)
         cap = self.config.logits_soft_cap
         return logits if cap is None else cap * jnp.tanh(logits / cap)

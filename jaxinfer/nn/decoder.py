@@ -145,9 +145,14 @@ class CausalLM(nnx.Module):
         """Returns what enters the first layer."""
         return self.embedding(token_ids)
 
-    def logits(self, hidden: Float[Array, "R D"]) -> Float32[Array, "R V"]:
-        """Returns float32 logits of the vocabulary, on every device, for some hidden rows."""
-        logits = self.head(hidden, out_dtype=jnp.float32)
+    def logits(
+        self, hidden: Float[Array, "R D"], num_rows: Int32[Array, ""] | None = None
+    ) -> Float32[Array, "R V"]:
+        """Returns float32 logits of the vocabulary, on every device, for some hidden rows.
+
+        Only the first `num_rows` are meant, where given: others are unspecified.
+        """
+        logits = self.head(hidden, out_dtype=jnp.float32, num_tokens=num_rows)
         return self.context.constrain(logits[:, : self.config.vocab_size])
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int32
 
 from jaxinfer.nn.context import ModelContext
 from jaxinfer.nn.matrix import (
@@ -64,14 +64,22 @@ class Linear(nnx.Module):
         self.bias = _make_bias(layout, context, sharding) if bias else None
 
     def __call__(
-        self, x: Float[Array, "T I"], out_dtype: DTypeLike | None = None
+        self,
+        x: Float[Array, "T I"],
+        out_dtype: DTypeLike | None = None,
+        num_tokens: Int32[Array, ""] | None = None,
     ) -> Float[Array, "T O"]:
-        """Returns the product in `out_dtype`, by default the activation dtype."""
+        """Returns the product in `out_dtype`, by default the activation dtype.
+
+        Only the first `num_tokens` rows are meant, where given: others are unspecified.
+        """
         weight = self.weight.get_value()
         if isinstance(weight, QTensor | MixedMatrix):
             is_done = self.bias is None and not self._is_summed
             rounded = (out_dtype or self.context.dtype) if is_done else jnp.float32
-            y = self._product_by_device(x.astype(self.context.weight_dtype), weight, rounded)
+            y = self._product_by_device(
+                x.astype(self.context.weight_dtype), weight, rounded, num_tokens
+            )
         else:
             y = self._product(x.astype(weight.dtype), weight)
         if self.bias is not None:
@@ -99,12 +107,18 @@ class Linear(nnx.Module):
         return self.sharding == "row" and self.context.tensor_parallel > 1
 
     def _product_by_device(
-        self, x: Float[Array, "T I"], weight: QTensor | MixedMatrix, out_dtype: DTypeLike
+        self,
+        x: Float[Array, "T I"],
+        weight: QTensor | MixedMatrix,
+        out_dtype: DTypeLike,
+        num_tokens: Int32[Array, ""] | None,
     ) -> Float[Array, "T O"]:
         """Returns x Wᵀ: kernels see each device's own part, whole groups of it."""
 
-        def multiply(x: jax.Array, weight: QTensor | MixedMatrix) -> jax.Array:
-            y = self._local_product(x, weight, out_dtype)
+        def multiply(
+            x: jax.Array, weight: QTensor | MixedMatrix, num_tokens: jax.Array | None
+        ) -> jax.Array:
+            y = self._local_product(x, weight, out_dtype, num_tokens)
             return jax.lax.psum(y, AXIS) if self._is_summed else y
 
         by_columns = PartitionSpec(None, AXIS)
@@ -114,19 +128,24 @@ class Linear(nnx.Module):
             in_specs=(
                 by_columns if self.sharding == "row" else PartitionSpec(),
                 specs_of(weight, self.sharding),
+                PartitionSpec(),
             ),
             out_specs=by_columns if self.sharding == "column" else PartitionSpec(),
             check_vma=False,  # kernels need not annotate what varies over the mesh
         )
-        return run(x, weight)
+        return run(x, weight, num_tokens)
 
     def _local_product(
-        self, x: Float[Array, "T I"], weight: Matrix, out_dtype: DTypeLike
+        self,
+        x: Float[Array, "T I"],
+        weight: Matrix,
+        out_dtype: DTypeLike,
+        num_tokens: Int32[Array, ""] | None,
     ) -> Float[Array, "T O"]:
         """Returns x Wᵀ of one device's part; the products of pieces are put block by block."""
         if isinstance(weight, MixedMatrix):
             products = [
-                self._local_product(x, piece, out_dtype).reshape(len(x), -1, rows)
+                self._local_product(x, piece, out_dtype, num_tokens).reshape(len(x), -1, rows)
                 for piece, rows in zip(weight.pieces, weight.rows, strict=True)
             ]
             return jnp.concatenate(products, axis=2).reshape(len(x), -1)
@@ -138,6 +157,7 @@ class Linear(nnx.Module):
             platform=self.context.platform,
             implementation=self.context.matmul,
             out_dtype=out_dtype,
+            num_tokens=num_tokens,
         )
 
 

@@ -146,7 +146,7 @@ class ModelPrograms:
         hidden, kv = model(state.rows.last_token[rows], positions, state.kv, metadata)
         no_target = jnp.full(rows.shape, -1, jnp.int32)
         sampled = sample(
-            model.logits(hidden)[:, : self.vocab_size],
+            model.logits(hidden, fields["num_seqs"])[:, : self.vocab_size],
             state.rows,
             rows,
             positions + 1,
@@ -222,9 +222,9 @@ class ModelPrograms:
             def cut(x: Int32[Array, " Q"]) -> Int32[Array, " block"]:
                 return lax.dynamic_slice_in_dim(x, start, block)
 
-            raw = model.logits(hidden[cut(fields["logit_index"])])[:, : self.vocab_size]
+            logits = model.logits(hidden[cut(fields["logit_index"])], fields["num_logits"] - start)
             return sample(
-                raw,
+                logits[:, : self.vocab_size],
                 state,
                 cut(logit_row),
                 cut(lengths),

@@ -2,7 +2,7 @@
 
 Implementations: `reference` (the contract), `xla` (any backend), `cpu` (C++), and Pallas kernels.
 To add one, write its module with `supports(x, w)` and `matmul(x, w, out_dtype)` and name it in
-`IMPLEMENTATIONS`.
+`IMPLEMENTATIONS`; `matmul_first(x, w, num_tokens, out_dtype)` too where fewer rows take less time.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
-from jaxtyping import Float
+from jaxtyping import Float, Int32
 
 from kernels import dispatch
 from kernels.quantized_matmul.format import (
@@ -51,6 +51,7 @@ def matmul(
     platform: str,
     implementation: str | None = None,
     out_dtype: DTypeLike | None = None,
+    num_tokens: Int32[Array, ""] | None = None,
 ) -> Float[Array, "T O"]:
     """Returns `x @ dequantize(w).T`, in `out_dtype` or x's dtype, rounded once.
 
@@ -64,6 +65,8 @@ def matmul(
       platform: `cpu`, `gpu` or `tpu`, where this will run.
       implementation: the only one to consider; None for the best that supports the call.
       out_dtype: of the result.
+      num_tokens: how many of x's first rows are wanted; None for all. The others' results are
+        unspecified.
 
     Raises:
       ValueError: x's columns are not w's; `platform` or `implementation` is unknown.
@@ -74,6 +77,9 @@ def matmul(
     if w.perm is not None:
         x = jnp.take(x, w.perm, axis=1)
     module = choose(x, w, platform=platform, implementation=implementation).module
+    matmul_first = getattr(module, "matmul_first", None)
+    if num_tokens is not None and matmul_first is not None:
+        return matmul_first(x, w, num_tokens, out_dtype or x.dtype)
     return module.matmul(x, w, out_dtype or x.dtype)
 
 

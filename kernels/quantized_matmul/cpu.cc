@@ -34,19 +34,25 @@ ffi::Error invalid(const std::string& message) {
 
 // Checks everything that the loops rely on, and describes the call to them.
 ffi::Error describe_product(ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuffer scale,
-                            ffi::AnyBuffer offset, ffi::AnyBuffer codebook, ffi::AnyBuffer out,
-                            std::string_view code, int64_t row_block, Product& p) {
+                            ffi::AnyBuffer offset, ffi::AnyBuffer codebook, ffi::AnyBuffer num_tokens,
+                            ffi::AnyBuffer out, std::string_view code, int64_t row_block,
+                            Product& p) {
   if (x.dimensions().size() != 2 ||
       (x.element_type() != ffi::F32 && x.element_type() != ffi::BF16)) {
     return invalid("x is " + describe(x) + ": needs float32 or bfloat16 [T, I]");
   }
-  p.num_tokens = x.dimensions()[0];
+  const int64_t all_tokens = x.dimensions()[0];
+  if (num_tokens.element_type() != ffi::S32 || num_tokens.dimensions().size() != 0) {
+    return invalid("num_tokens is " + describe(num_tokens) + ": needs an int32");
+  }
+  const int64_t wanted = *static_cast<const int32_t*>(num_tokens.untyped_data());
+  p.num_tokens = std::clamp<int64_t>(wanted, 0, all_tokens);
   p.num_columns = x.dimensions()[1];
-  p.has_many_tokens = p.num_tokens >= kManyTokens;
+  p.has_many_tokens = all_tokens >= kManyTokens;
   const std::string problem =
       describe_weights(codes, scale, offset, codebook, code, row_block, p.num_columns, p);
   if (!problem.empty()) return invalid(problem);
-  if (out.element_type() != ffi::F32 || !is_matrix(out, p.num_tokens, p.num_rows)) {
+  if (out.element_type() != ffi::F32 || !is_matrix(out, all_tokens, p.num_rows)) {
     return invalid("the result is " + describe(out) + ": needs float32 [T, O]");
   }
   p.x = x.element_type() == ffi::F32 ? static_cast<const float*>(x.untyped_data()) : nullptr;
@@ -77,11 +83,12 @@ void pack(Team& team, const uint16_t* x, const RoundedTokens& to) {
 template <Multipliers (*multipliers)()>
 ffi::Error multiply(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes,
                     ffi::AnyBuffer scale, ffi::AnyBuffer offset, ffi::AnyBuffer codebook,
-                    ffi::Result<ffi::AnyBuffer> out, std::string_view code, int64_t row_block) {
+                    ffi::AnyBuffer num_tokens, ffi::Result<ffi::AnyBuffer> out, std::string_view code, int64_t row_block) {
   Product p{};
   ffi::Error error =
-      describe_product(x, codes, scale, offset, codebook, *out, code, row_block, p);
-  if (error.failure() || p.num_tokens == 0 || p.num_rows == 0) return error;
+      describe_product(x, codes, scale, offset, codebook, num_tokens, *out, code, row_block, p);
+  const int64_t all_tokens = error.failure() ? 0 : x.dimensions()[0];
+  if (all_tokens == 0 || p.num_rows == 0) return error;
   const Multipliers m = multipliers();
   if (p.in_blocks && !m.blocks) return invalid("weights in blocks of rows need AVX-512");
 
@@ -90,7 +97,7 @@ ffi::Error multiply(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes
   static thread_local KeptFloats kept;
   const auto* const halves = static_cast<const uint16_t*>(x.untyped_data());
   const bool rounds = !p.x && p.in_blocks;
-  const Rounding rounding = m.rounding_of(p.num_tokens, p.code_bias >= 0);
+  const Rounding rounding = m.rounding_of(all_tokens, p.code_bias >= 0);
   const RoundedTokens rounded(
       rounds ? rounding : Rounding{}, p.num_tokens, p.num_columns,
       kept.at_least(RoundedTokens::num_floats(p.num_tokens, p.num_columns)));
@@ -105,7 +112,11 @@ ffi::Error multiply(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes
   const int64_t rows = rows_per_chunk(p.num_rows, p.num_tokens, team.num_threads());
   team.run((p.num_rows + rows - 1) / rows, [&](int64_t chunk) {
     const int64_t end = std::min((chunk + 1) * rows, p.num_rows);
-    m.multiply(p, rounded, chunk * rows, end);
+    if (p.num_tokens > 0) m.multiply(p, rounded, chunk * rows, end);
+    // What is read of the other tokens must not differ from run to run.
+    for (int64_t token = p.num_tokens; token < all_tokens; ++token) {
+      std::fill(p.out + token * p.num_rows + chunk * rows, p.out + token * p.num_rows + end, 0.0f);
+    }
   });
   return ffi::Error::Success();
 }
@@ -122,18 +133,19 @@ ffi::Error multiply(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes
                                     .Arg<ffi::AnyBuffer>()            \
                                     .Arg<ffi::AnyBuffer>()            \
                                     .Arg<ffi::AnyBuffer>()            \
+                                    .Arg<ffi::AnyBuffer>()            \
                                     .Ret<ffi::AnyBuffer>()            \
                                     .Attr<std::string_view>("code")   \
                                     .Attr<int64_t>("row_block"))
 
-JAXINFER_HANDLER(jaxinfer_quantized_matmul_v3, multipliers_best);
+JAXINFER_HANDLER(jaxinfer_quantized_matmul_v4, multipliers_best);
 // For tests, and to measure one against another.
-JAXINFER_HANDLER(jaxinfer_quantized_matmul_v3_portable, multipliers_portable);
+JAXINFER_HANDLER(jaxinfer_quantized_matmul_v4_portable, multipliers_portable);
 #if defined(__x86_64__)
-JAXINFER_HANDLER(jaxinfer_quantized_matmul_v3_avx2, multipliers_avx2);
-JAXINFER_HANDLER(jaxinfer_quantized_matmul_v3_avx512, multipliers_avx512);
-JAXINFER_HANDLER(jaxinfer_quantized_matmul_v3_avx512bf16, multipliers_avx512bf16);
-JAXINFER_HANDLER(jaxinfer_quantized_matmul_v3_amx, multipliers_amx);
+JAXINFER_HANDLER(jaxinfer_quantized_matmul_v4_avx2, multipliers_avx2);
+JAXINFER_HANDLER(jaxinfer_quantized_matmul_v4_avx512, multipliers_avx512);
+JAXINFER_HANDLER(jaxinfer_quantized_matmul_v4_avx512bf16, multipliers_avx512bf16);
+JAXINFER_HANDLER(jaxinfer_quantized_matmul_v4_amx, multipliers_amx);
 #endif
 
 // Of XLA's FFI, version 0: a runtime takes handlers of its own version and of earlier ones.

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
-from jaxtyping import Float, Float32
+from jaxtyping import Float, Float32, Int32
 
 from kernels import native
 from kernels.quantized_matmul.format import (
@@ -24,10 +24,10 @@ from kernels.quantized_matmul.format import (
     quantize_rows,
 )
 
-__all__ = ["best_layout", "is_available", "matmul", "supports", "unavailable"]
+__all__ = ["best_layout", "is_available", "matmul", "matmul_first", "supports", "unavailable"]
 
 # The version is that of the handlers in cpu.cc.
-_TARGET = "jaxinfer_quantized_matmul_v3"
+_TARGET = "jaxinfer_quantized_matmul_v4"
 # Those that multiply weights in blocks of rows, and of them those that do it faster.
 _BLOCK_SETS = {"amx", "avx512bf16", "avx512"}
 _BFLOAT16_SETS = {"amx", "avx512bf16"}
@@ -79,15 +79,27 @@ def matmul(
 
     A bfloat16 x meets weights in blocks as bfloat16 numbers, their codes unrounded.
     """
+    return matmul_first(x, w, jnp.int32(x.shape[0]), out_dtype)
+
+
+def matmul_first(
+    x: Float[Array, "T I"],
+    w: QTensor,
+    num_tokens: Int32[Array, ""],
+    out_dtype: DTypeLike = jnp.float32,
+) -> Float[Array, "T O"]:
+    """Multiplies x's first rows, with the bits of `matmul`; the others' results are zeros."""
     if w.activations == "float":
         if x.dtype != jnp.bfloat16 or w.layout.row_block == 1:
             x = x.astype(jnp.float32)
-        return _product(x, w).astype(out_dtype)
+        return _product(x, w, num_tokens).astype(out_dtype)
     codes, row_scale = quantize_rows(x)
-    return (_product(codes.astype(jnp.float32), w) * row_scale).astype(out_dtype)
+    return (_product(codes.astype(jnp.float32), w, num_tokens) * row_scale).astype(out_dtype)
 
 
-def _product(x: Float[Array, "T I"], w: QTensor) -> Float32[Array, "T O"]:
+def _product(
+    x: Float[Array, "T I"], w: QTensor, num_tokens: Int32[Array, ""]
+) -> Float32[Array, "T O"]:
     none = np.zeros((0,), np.float32)
     call = jax.ffi.ffi_call(
         native.handler(_TARGET), jax.ShapeDtypeStruct((x.shape[0], w.shape[0]), jnp.float32)
@@ -95,4 +107,5 @@ def _product(x: Float[Array, "T I"], w: QTensor) -> Float32[Array, "T O"]:
     offset = none if w.offset is None else w.offset
     codebook = none if w.codebook is None else w.codebook
     row_block = np.int64(w.layout.row_block)
-    return call(x, w.qvalue, w.scale, offset, codebook, code=w.code, row_block=row_block)
+    operands = (x, w.qvalue, w.scale, offset, codebook, num_tokens)
+    return call(*operands, code=w.code, row_block=row_block)

@@ -37,11 +37,13 @@ struct Multipliers {
 
 // Rows that a thread takes at a time: whole cache lines of the result, few enough that one thread
 // that is held up does not hold up all. With few tokens many: rows that follow each other are
-// fetched ahead. With many, so few that they stay in the second-level cache.
+// fetched ahead, and what is fetched beyond them is another thread's. With many, so few that they
+// stay in the second-level cache.
 inline int64_t rows_per_chunk(int64_t num_rows, int64_t num_tokens, int64_t num_threads) {
-  constexpr int64_t kChunksPerThread = 4, kRowsOfALine = 16;
+  constexpr int64_t kFewTokens = 4, kRowsOfALine = 16;
+  const int64_t chunks_per_thread = num_tokens <= kFewTokens ? 2 : 4;
   const int64_t most = num_tokens < kTokenTile ? 512 : 64;
-  const int64_t even = std::min(num_rows / (num_threads * kChunksPerThread), most);
+  const int64_t even = std::min(num_rows / (num_threads * chunks_per_thread), most);
   return std::max(even / kRowsOfALine, int64_t{1}) * kRowsOfALine;
 }
 

@@ -16,6 +16,7 @@ from native_matmul_cases import FORMATS, product, random_weight, random_x, weigh
 
 from kernels import native, quantized_matmul
 from kernels.quantized_matmul import LAYOUTS, QTensor, cpu
+from kernels.quantized_matmul.format import CPU_BLOCKS
 from kernels.quantized_matmul.specs import SPECS, make_inputs
 
 pytestmark = [
@@ -102,6 +103,35 @@ def test_threads_share_the_rows(rows):
             np.testing.assert_array_equal(result, alone)
 
 
+@pytest.mark.parametrize("name", ["int8", "int4-g32"])
+@pytest.mark.parametrize("in_blocks", [False, True])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_the_first_tokens_have_the_bits_they_have_among_all(dtype, in_blocks, name):
+    w = random_weight(FORMATS[name], 1024, 640)
+    if in_blocks:
+        if cpu.best_layout(w) != CPU_BLOCKS:
+            pytest.skip("this machine keeps rows")
+        w = quantized_matmul.prepare(w, CPU_BLOCKS)
+    call = jax.jit(lambda x, w, count: cpu.matmul_first(x, w, count))
+    for tokens in (2, 16, 40):  # integers, tiles, panels
+        x = random_x(tokens, 640).astype(dtype)
+        whole = np.asarray(cpu.matmul(x, w))
+        for count in (-1, 0, 1, tokens - 1, tokens, tokens + 5):
+            some = np.asarray(call(x, w, jnp.int32(count)))
+            first = min(max(count, 0), tokens)
+            np.testing.assert_array_equal(some[:first], whole[:first], err_msg=f"{count}")
+            assert not some[first:].any()
+
+
+def test_other_implementations_compute_all_tokens():
+    x, w = make_inputs(SPECS["int4-g32-decode-8"])
+    whole = quantized_matmul.matmul(x, w, platform="cpu", implementation="xla")
+    some = quantized_matmul.matmul(
+        x, w, platform="cpu", implementation="xla", num_tokens=jnp.int32(3)
+    )
+    np.testing.assert_array_equal(some[:3], whole[:3])
+
+
 def test_nothing_is_asked_of_no_tokens():
     w = random_weight(FORMATS["int8"], 8, 64)
     assert product(jnp.zeros((0, 64)), w).shape == (0, 8)
@@ -124,17 +154,19 @@ def test_other_layouts_and_ragged_columns_are_refused():
         cpu.supports(jnp.zeros((1, 64), jnp.int32), random_weight(FORMATS["int8"], 8, 64))
 
 
-def _call(x, w: QTensor, code=None, num_out=None, row_block=1) -> None:
+def _call(x, w: QTensor, code=None, num_out=None, row_block=1, num_tokens=None) -> None:
     none = jnp.zeros((0,))
     out = jax.ShapeDtypeStruct((x.shape[0], num_out or w.qvalue.shape[0]), jnp.float32)
-    call = jax.ffi.ffi_call("jaxinfer_quantized_matmul_v3", out)
+    call = jax.ffi.ffi_call("jaxinfer_quantized_matmul_v4", out)
     offset = none if w.offset is None else w.offset
     codebook = none if w.codebook is None else w.codebook
     attributes = {"code": code or w.code, "row_block": np.int64(row_block)}
-    jax.block_until_ready(call(x, w.qvalue, w.scale, offset, codebook, **attributes))
+    count = jnp.int32(x.shape[0]) if num_tokens is None else num_tokens
+    jax.block_until_ready(call(x, w.qvalue, w.scale, offset, codebook, count, **attributes))
 
 
 BAD_CALLS = {
+    "num_tokens is \\[1\\] of type": lambda x, w: _call(x, w, num_tokens=jnp.ones(1, jnp.int32)),
     "x is \\[1, 64\\] of type": lambda x, w: _call(x.astype(jnp.float16), w),
     "code 'int3'": lambda x, w: _call(x, w, code="int3"),
     "code 'int8' does not go with": lambda x, w: _call(x, w, code="int8"),
