@@ -4,7 +4,7 @@
 #include <cstdint>
 
 #include "../paged_attention/cpu_attention.h"
-#include "../quantized_matmul/cpu_product.h"
+#include "../quantized_matmul/cpu_blocks.h"
 
 namespace jaxinfer {
 
@@ -42,7 +42,7 @@ struct DecoderLoops {
   void (*normalize)(const float* x, const float* weight, float eps, int64_t size, float* to);
   // Rotates each pair (x[i], x[i + half]).
   void (*rotate)(const float* x, const float* cos, const float* sin, int64_t half, float* to);
-  void (*gate)(Activation kind, const float* gate, const float* up, int64_t size, float* to);
+  Gate* gates[2];  // by Activation
   void (*add)(const float* x, int64_t size, float* to);
 };
 

@@ -60,10 +60,10 @@ JAXINFER_INLINE Lanes gelu(Lanes x) {
   return 0.5f * x * (1.0f + hyperbolic_tangent(inner));
 }
 
-void gate(Activation kind, const float* gates, const float* ups, int64_t size, float* to) {
+template <Lanes (*activation)(Lanes)>
+void gate(const float* gates, const float* ups, int64_t size, float* to) {
   for_lanes(size, [&](int64_t i, int64_t count) {
-    const Lanes x = load_part(gates + i, count);
-    const Lanes activated = kind == Activation::kSilu ? silu(x) : gelu(x);
+    const Lanes activated = activation(load_part(gates + i, count));
     store_part(to + i, activated * load_part(ups + i, count), count);
   });
 }
@@ -79,6 +79,6 @@ void add(const float* x, int64_t size, float* to) {
 namespace jaxinfer {
 
 extern const DecoderLoops LOOPS;
-const DecoderLoops LOOPS = {normalize, rotate, gate, add};
+const DecoderLoops LOOPS = {normalize, rotate, {gate<silu>, gate<gelu>}, add};
 
 }  // namespace jaxinfer

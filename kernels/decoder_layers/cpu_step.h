@@ -101,8 +101,12 @@ class Step {
     multiply(layer.out, work_.attended, work_.projected);
     add_to_x(layer.out, layer.attention_norm);
     normalize_x(layer.mlp_input_norm);
-    multiply(layer.gate_up, work_.normed, work_.gate_up);
-    gate(layer.gate_up);
+    if (can_gate_products(layer)) {
+      multiply_and_gate(layer.gate_up.pieces[0]);
+    } else {
+      multiply(layer.gate_up, work_.normed, work_.gate_up);
+      gate(layer.gate_up);
+    }
     multiply(layer.down, work_.gated, work_.projected);
     add_to_x(layer.down, layer.mlp_norm);
   }
@@ -245,6 +249,30 @@ class Step {
     return *plans_.back();
   }
 
+  Gate* activate() const { return loops_.gates[static_cast<int>(s_.activation)]; }
+
+  // Whether gates and ups need not be written: many tokens in tiles, which only blocks read.
+  bool can_gate_products(const Layer& layer) const {
+    const Matrix &gate_up = layer.gate_up, &down = layer.down;
+    if (s_.all_tokens < kManyTokens || !s_.rounding.bfloat16 || s_.rounding.integers) return false;
+    if (!s_.rounding.bfloat16->multiply_gated || gate_up.num_pieces != 1 || gate_up.bias) {
+      return false;
+    }
+    bool are_in_blocks = gate_up.pieces[0].in_blocks && s_.intermediate % kBlockRows == 0;
+    for (int i = 0; i < down.num_pieces; ++i) are_in_blocks &= down.pieces[i].in_blocks;
+    return are_in_blocks;
+  }
+
+  void multiply_and_gate(Product p) {
+    p.num_tokens = s_.num_tokens, p.has_many_tokens = true;
+    const int64_t rows = rows_per_chunk(s_.intermediate, p.num_tokens, team_.num_threads());
+    team_.run((s_.intermediate + rows - 1) / rows, [&](int64_t chunk) {
+      const int64_t end = std::min((chunk + 1) * rows, s_.intermediate);
+      s_.rounding.bfloat16->multiply_gated(p, work_.normed.rounded.bfloat16, activate(),
+                                           chunk * rows, end, work_.gated.rounded.bfloat16);
+    });
+  }
+
   void gate(const Matrix& gate_up) {
     const int64_t size = s_.intermediate;
     for_tokens([&](int64_t token) {
@@ -255,7 +283,7 @@ class Step {
         loops_.add(gate_up.bias, size, const_cast<float*>(gates));
         loops_.add(gate_up.bias + size, size, const_cast<float*>(ups));
       }
-      loops_.gate(s_.activation, gates, ups, size, work_.gated.floats + token * size);
+      activate()(gates, ups, size, work_.gated.floats + token * size);
       round(work_.gated, token);
     });
   }

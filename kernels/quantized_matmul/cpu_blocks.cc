@@ -236,11 +236,23 @@ void multiply(const Product& p, const Bfloat16Tokens& tokens, int64_t first_row,
   multiply_blocks<Bytes>(p, tokens, first_row, last_row);
 }
 
+#if defined(__AMX_TILE__)
+void multiply_and_gate(const Product& p, const Bfloat16Tokens& tokens, Gate* gate,
+                       int64_t first_row, int64_t last_row, const Bfloat16Tokens& to) {
+  if (p.code == Code::kNibble) {
+    return multiply_gated<Nibbles>(p, tokens, gate, first_row, last_row, to);
+  }
+  multiply_gated<Bytes>(p, tokens, gate, first_row, last_row, to);
+}
+#else
+constexpr decltype(BlockLoops::multiply_gated) multiply_and_gate = nullptr;
+#endif
+
 }  // namespace
 
 namespace jaxinfer {
 
 extern const BlockLoops LOOPS;
-const BlockLoops LOOPS = {pack, multiply};
+const BlockLoops LOOPS = {pack, multiply, multiply_and_gate};
 
 }  // namespace jaxinfer

@@ -30,6 +30,9 @@ struct Bfloat16Tokens {
   float* sums;     // [packed_tokens, num_columns / kSumColumns], of the rounded numbers
 };
 
+// `to[i] = activation(gates[i]) * ups[i]`; `to` may be `gates`.
+using Gate = void(const float* gates, const float* ups, int64_t size, float* to);
+
 struct BlockLoops {
   // Rounds one token of `size` columns, a multiple of 16.
   void (*pack)(const float* token, int64_t size, uint16_t* row, float* sums);
@@ -37,6 +40,10 @@ struct BlockLoops {
   // are, summed in float32 within a group, before its scale.
   void (*multiply)(const Product& p, const Bfloat16Tokens& tokens, int64_t first_row,
                    int64_t last_row);
+  // For many tokens, null where there are no tiles: products of the rows from `first_row` on, gates,
+  // and of as many half the matrix later, ups; gated and packed as columns of `to`.
+  void (*multiply_gated)(const Product& p, const Bfloat16Tokens& tokens, Gate* gate,
+                         int64_t first_row, int64_t last_row, const Bfloat16Tokens& to);
 };
 
 constexpr int64_t kIntegerColumns = 32;

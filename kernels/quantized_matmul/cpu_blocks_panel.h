@@ -30,12 +30,13 @@ class PanelTiles {
     _tile_zero(3);
     for (int64_t chunk = 0; chunk < num_chunks; ++chunk) {
       const uint16_t* const of_chunk = weights + chunk * kTileWords;
-      _tile_loadd(4, tokens + chunk * kChunk, stride);
+      // Weights stay in the first-level cache, tokens pass it by.
+      _tile_stream_loadd(4, tokens + chunk * kChunk, stride);
       _tile_loadd(6, of_chunk, 64);
       _tile_dpbf16ps(0, 4, 6);
       _tile_loadd(7, of_chunk + block_words, 64);
       _tile_dpbf16ps(1, 4, 7);
-      _tile_loadd(5, tokens + kTokenTile * num_columns + chunk * kChunk, stride);
+      _tile_stream_loadd(5, tokens + kTokenTile * num_columns + chunk * kChunk, stride);
       _tile_dpbf16ps(2, 5, 6);
       _tile_dpbf16ps(3, 5, 7);
     }
@@ -59,9 +60,13 @@ class PanelTiles {
     }
   }
 
-  JAXINFER_INLINE void store_one(float* to, int64_t stride) const {
-    _tile_stored(0, to, stride * 4);
-    _tile_stored(1, to + kBlockRows, stride * 4);
+  // Of each block [tokens, 16], of two tiles of tokens or of one.
+  JAXINFER_INLINE void store_pairs(float* first, float* second, bool has_two) const {
+    _tile_stored(0, first, kBlockRows * 4);
+    _tile_stored(1, second, kBlockRows * 4);
+    if (!has_two) return;
+    _tile_stored(2, first + kTokenTile * kBlockRows, kBlockRows * 4);
+    _tile_stored(3, second + kTokenTile * kBlockRows, kBlockRows * 4);
   }
 
   // Rows of `to` are tokens, `stride` floats apart.
@@ -134,60 +139,99 @@ class Panel {
   const int group_shift_;
 };
 
+// Sums of one or two tiles of tokens by two blocks, [32, 16] of each block.
+struct PairSums {
+  alignas(64) float first[2 * kTokenTile * kBlockRows];
+  alignas(64) float second[2 * kTokenTile * kBlockRows];
+};
+
+// Calls `take(pair, first_token, num_tokens, tiles)` with the sums of all tokens by every pair of
+// blocks; `row_of(block)` is where a block's rows begin, or negative where the last pair has no
+// second.
+template <class Decoder, class RowOf, class Take>
+void multiply_pairs(const Product& p, const Bfloat16Tokens& tokens, int64_t num_pairs,
+                    RowOf row_of, Take take) {
+  static thread_local KeptFloats memory;
+  const int64_t num_chunks = p.num_columns / kChunk, block_words = num_chunks * kTileWords;
+  auto* const words = reinterpret_cast<uint16_t*>(memory.at_least(num_pairs * block_words));
+  const Panel<Decoder> panel(p);
+  for (int64_t block = 0; block < 2 * num_pairs; ++block) {
+    uint16_t* const to = words + block * block_words;
+    if (const int64_t row = row_of(block); row >= 0) {
+      panel.decode(row, to);
+    } else {
+      memset(to, 0, static_cast<size_t>(block_words) * 2);
+    }
+  }
+  PanelTiles tiles(p.num_tokens);
+  // Packed tokens are whole tiles, but maybe not pairs of them: then the last two.
+  const int64_t last = packed_tokens(p.num_tokens) - 2 * kTokenTile;
+  for (int64_t pair = 0; pair < num_pairs; ++pair) {
+    const uint16_t* const weights = words + 2 * pair * block_words;
+    if (p.num_tokens <= kTokenTile) {
+      tiles.multiply_one(tokens.rows, p.num_columns, weights, block_words, num_chunks);
+      take(pair, 0, p.num_tokens, tiles);
+      continue;
+    }
+    for (int64_t token = 0; token < p.num_tokens; token += 2 * kTokenTile) {
+      const int64_t first = token <= last ? token : last, left = p.num_tokens - first;
+      tiles.multiply(tokens.rows + first * p.num_columns, p.num_columns, weights, block_words,
+                     num_chunks);
+      take(pair, first, left < 2 * kTokenTile ? left : 2 * kTokenTile, tiles);
+    }
+  }
+}
+
 // Tokens of a tile beyond the last are computed, as zeros, and not stored.
-inline void store_some(PanelTiles& tiles, float* to, int64_t stride, int64_t num_tokens,
-                       int64_t num_rows, bool is_one_tile) {
-  alignas(64) float sums[2 * kTokenTile * 2 * kBlockRows];
-  is_one_tile ? tiles.store_one(sums, 2 * kBlockRows) : tiles.store(sums, 2 * kBlockRows);
-  for (int64_t token = 0; token < num_tokens; ++token) {
-    memcpy(to + token * stride, sums + token * 2 * kBlockRows,
-           static_cast<size_t>(num_rows) * sizeof(float));
+inline void store_some(const PairSums& sums, float* to, int64_t stride, int64_t num_tokens,
+                       bool has_second) {
+  for (int64_t token = 0; token < num_tokens; ++token, to += stride) {
+    _mm512_storeu_ps(to, _mm512_load_ps(sums.first + token * kBlockRows));
+    if (!has_second) continue;
+    _mm512_storeu_ps(to + kBlockRows, _mm512_load_ps(sums.second + token * kBlockRows));
   }
 }
 
 template <class Decoder>
 void multiply_panels(const Product& p, const Bfloat16Tokens& tokens, int64_t first_row,
                      int64_t last_row) {
-  static thread_local KeptFloats memory;
-  const int64_t num_chunks = p.num_columns / kChunk, block_words = num_chunks * kTileWords;
+  const auto row_of = [&](int64_t block) {
+    const int64_t row = first_row + block * kBlockRows;
+    return row < last_row ? row : -1;
+  };
   const int64_t num_blocks = (last_row - first_row) / kBlockRows;
-  // Blocks are multiplied in pairs: the last may be without another, and is its own.
-  auto* const words = reinterpret_cast<uint16_t*>(memory.at_least((num_blocks + 1) * block_words / 2));
-  const Panel<Decoder> panel(p);
-  for (int64_t i = 0; i < num_blocks; ++i) {
-    panel.decode(first_row + i * kBlockRows, words + i * block_words);
-  }
-  if (num_blocks % 2) {
-    memset(words + num_blocks * block_words, 0, static_cast<size_t>(block_words) * 2);
-  }
-  PanelTiles tiles(p.num_tokens);
-  if (p.num_tokens <= kTokenTile) {
-    for (int64_t i = 0; i < num_blocks; i += 2) {
-      const int64_t num_rows = i + 1 < num_blocks ? 2 * kBlockRows : kBlockRows;
-      tiles.multiply_one(tokens.rows, p.num_columns, words + i * block_words, block_words,
-                         num_chunks);
-      store_some(tiles, p.out + first_row + i * kBlockRows, p.num_rows, p.num_tokens, num_rows,
-                 true);
-    }
-    return;
-  }
-  for (int64_t token = 0; token < p.num_tokens; token += 2 * kTokenTile) {
-    const int64_t left = p.num_tokens - token;
-    // Packed tokens are whole tiles, but maybe not pairs of them: then the last two.
-    const int64_t packed = packed_tokens(p.num_tokens) - 2 * kTokenTile;
-    const int64_t first = token <= packed ? token : packed;
-    const uint16_t* const rows = tokens.rows + first * p.num_columns;
-    for (int64_t i = 0; i < num_blocks; i += 2) {
-      float* const to = p.out + first * p.num_rows + first_row + i * kBlockRows;
-      tiles.multiply(rows, p.num_columns, words + i * block_words, block_words, num_chunks);
-      if (left >= 2 * kTokenTile && i + 1 < num_blocks) {
-        tiles.store(to, p.num_rows);
-      } else {
-        const int64_t num_rows = i + 1 < num_blocks ? 2 * kBlockRows : kBlockRows;
-        const int64_t remaining = p.num_tokens - first;
-        const int64_t count = remaining < 2 * kTokenTile ? remaining : 2 * kTokenTile;
-        store_some(tiles, to, p.num_rows, count, num_rows, false);
-      }
-    }
-  }
+  multiply_pairs<Decoder>(
+      p, tokens, (num_blocks + 1) / 2, row_of,
+      [&](int64_t pair, int64_t first_token, int64_t num_tokens, const PanelTiles& tiles) {
+        const int64_t row = first_row + 2 * pair * kBlockRows;
+        const bool has_second = row + kBlockRows < last_row;
+        float* const to = p.out + first_token * p.num_rows + row;
+        if (num_tokens == 2 * kTokenTile && has_second) return tiles.store(to, p.num_rows);
+        PairSums sums;
+        tiles.store_pairs(sums.first, sums.second, num_tokens > kTokenTile);
+        store_some(sums, to, p.num_rows, num_tokens, has_second);
+      });
+}
+
+// What products of gates and of ups would be written for and read again is done to them where they
+// are: for 256 tokens they are larger than the second-level cache.
+template <class Decoder>
+void multiply_gated(const Product& p, const Bfloat16Tokens& tokens, Gate* gate, int64_t first_row,
+                    int64_t last_row, const Bfloat16Tokens& to) {
+  const int64_t num_gates = p.num_rows / 2;
+  const auto row_of = [&](int64_t block) {
+    return block % 2 * num_gates + first_row + block / 2 * kBlockRows;
+  };
+  multiply_pairs<Decoder>(
+      p, tokens, (last_row - first_row) / kBlockRows, row_of,
+      [&](int64_t pair, int64_t first_token, int64_t num_tokens, const PanelTiles& tiles) {
+        PairSums sums;
+        tiles.store_pairs(sums.first, sums.second, num_tokens > kTokenTile);
+        gate(sums.first, sums.second, num_tokens * kBlockRows, sums.first);
+        const int64_t column = first_row + pair * kBlockRows;
+        for (int64_t i = 0; i < num_tokens; ++i) {
+          const int64_t at = (first_token + i) * num_gates + column;
+          pack(sums.first + i * kBlockRows, kBlockRows, to.rows + at, to.sums + at / kSumColumns);
+        }
+      });
 }

@@ -42,7 +42,7 @@ struct Multipliers {
 inline int64_t rows_per_chunk(int64_t num_rows, int64_t num_tokens, int64_t num_threads) {
   constexpr int64_t kFewTokens = 4, kRowsOfALine = 16;
   const int64_t chunks_per_thread = num_tokens <= kFewTokens ? 2 : 4;
-  const int64_t most = num_tokens < kTokenTile ? 512 : 64;
+  const int64_t most = num_tokens < kTokenTile ? 512 : 128;
   const int64_t even = std::min(num_rows / (num_threads * chunks_per_thread), most);
   return std::max(even / kRowsOfALine, int64_t{1}) * kRowsOfALine;
 }
