@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from jaxinfer.collection import paused_collection
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine import Engine, EngineStats
 from jaxinfer.outputs import OutputDelta
@@ -77,14 +78,17 @@ class AsyncEngine:
           EngineDeadError: `close` was called meanwhile.
         """
         try:
-            self._start(load_engine(self.config))
+            with paused_collection():
+                loaded = load_engine(self.config)
+                # What loading made lives as long as the engine: one collection looks at it, and not
+                # a second when they are on again. Each would stop the threads of a step, on two
+                # cores a twentieth of all time.
+                gc.collect()
+                gc.freeze()
+            self._start(loaded)
         except BaseException:
             self.state = "dead"
             raise
-        # What loading made lives as long as the engine: no collection need look at it again. Each
-        # would stop the threads of a step, on two cores a twentieth of all time.
-        gc.collect()
-        gc.freeze()
 
     def _start(self, loaded: LoadedEngine) -> None:
         with self._idle:

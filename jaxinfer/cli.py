@@ -217,7 +217,8 @@ def _serve(args: argparse.Namespace) -> int:
     prepare_process(engine_config, server_config.log_level)
     with paused_collection():
         from jaxinfer.server.serving import serve
-    gc.freeze()  # modules stay: no collection need look at them
+
+        gc.freeze()  # modules stay: no collection need look at them, the one due now included
 
     return serve(engine_config, server_config)
 

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import jax
@@ -162,7 +163,8 @@ def assemble_engine(
             fill()
             pool.result()
         runner.take_weights(model)
-    runner.use_huge_pages()
+    # Nothing waits for it: what runs meanwhile finds the same numbers.
+    Thread(target=runner.use_huge_pages, name="jaxinfer-huge-pages").start()
     tables = PageTables(
         [GroupSpec(runner.config.num_pages, group.window) for group in groups],
         runner.config.cache.page_size,

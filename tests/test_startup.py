@@ -20,8 +20,17 @@ from checkpoint.builders import STRING, tiny_gguf
 from tiny_engine import CONTEXT, MAX_NUM_SEQS, VOCAB_SIZE, shared, tiny_model
 
 import jaxinfer
-from jaxinfer import _kernels_package, cli, model_loading, platforms, pool_size, startup
+from jaxinfer import (
+    _kernels_package,
+    async_engine,
+    cli,
+    model_loading,
+    platforms,
+    pool_size,
+    startup,
+)
 from jaxinfer._kernels_package import check_kernels_package
+from jaxinfer.async_engine import AsyncEngine
 from jaxinfer.checkpoint.checkpoint import TensorInfo
 from jaxinfer.collection import paused_collection
 from jaxinfer.config import ConfigError, EngineConfig
@@ -393,3 +402,26 @@ def test_nothing_is_collected_while_loading_and_then_what_was_before(was_enabled
         assert gc.isenabled() == was_enabled
     finally:
         (gc.enable if before else gc.disable)()
+
+
+def test_what_loading_made_is_collected_once(monkeypatch):
+    seen = []
+
+    def load(_):
+        return [[] for _ in range(100_000)]
+
+    def on_collection(phase, info):
+        if phase == "start":
+            seen.append(info["generation"])
+
+    monkeypatch.setattr(async_engine, "load_engine", load)
+    monkeypatch.setattr(AsyncEngine, "_start", lambda *_: seen.append("ready"))
+    gc.callbacks.append(on_collection)
+    try:
+        AsyncEngine(EngineConfig()).load()
+    finally:
+        gc.callbacks.remove(on_collection)
+        frozen = gc.get_freeze_count()
+        gc.unfreeze()
+    assert seen[:2] == [2, "ready"]
+    assert frozen > 100_000

@@ -8,9 +8,10 @@ from __future__ import annotations
 import fnmatch
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,13 @@ from jaxinfer.nn.context import ModelContext
 from jaxinfer.nn.decoder import CausalLM
 from jaxinfer.nn.weights import Weight
 from jaxinfer.quantized_array import QuantizedArray
-from jaxinfer.runner.placement import HostTensor, PendingParameter, expected_value, shape_of
+from jaxinfer.runner.placement import (
+    HostTensor,
+    PendingParameter,
+    expected_value,
+    format_of,
+    shape_of,
+)
 from kernels.quantized_matmul import QTensor, dequantize
 
 _logger = logging.getLogger(__name__)
@@ -123,11 +130,29 @@ def abstract_weights(
     for name, target in _targets(model, module.WEIGHT_MAP).items():
         of_param = parts.setdefault(target.path, [None] * len(target.param.layout.parts))
         of_param[target.part_idx] = None if target.offset else codes.get(name)
+    # Layers are alike: what one parameter becomes is found once, by tracing, for all like it.
+    found: dict[object, Any] = {}
     for path, param in parameters(model):
-        try:
-            param.set_value(expected_value(param, parts[path], model.context))
-        except ValueError as error:
-            raise WeightError(f"parameter {path}: {error}") from error
+        kind = _kind_of(param, parts[path])
+        if kind not in found:
+            try:
+                found[kind] = expected_value(param, parts[path], model.context)
+            except ValueError as error:
+                raise WeightError(f"parameter {path}: {error}") from error
+        param.set_value(jax.tree.map(lambda leaf: leaf, found[kind]))
+
+
+def _kind_of(param: nnx.Param, parts: Sequence[QuantizedArray | None]) -> object:
+    """Returns all of a parameter that `expected_value` looks at."""
+    leaves, structure = jax.tree.flatten(param.get_value())
+    return (
+        param.layout,
+        param.split,
+        param.get_metadata().get("fmt"),
+        structure,
+        tuple((leaf.shape, leaf.dtype) for leaf in leaves),
+        tuple(part and (format_of(part), part.qvalue.shape, part.qvalue.dtype) for part in parts),
+    )
 
 
 def bytes_to_load(model: CausalLM) -> int:

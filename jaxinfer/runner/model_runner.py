@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -140,7 +140,7 @@ class ModelRunner:
         `run` also runs each once on no rows, so that the first request finds it loaded: the
         device state must exist.
         """
-        state = self._abstract_state()
+        state = self._abstract_state
         reset = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self._replicated),
             self._row_reset(0, SamplingParams(), frozenset(), [], 0),
@@ -177,10 +177,10 @@ class ModelRunner:
         return self._lower(*table[kind, rung])
 
     def _lower(self, layout: StepLayout, body: Callable[..., Any]) -> Lowered:
-        params = jax.tree.map(_abstract, self._params)
+        params = tuple(jax.tree.leaves(self._expected))
         packed = jax.ShapeDtypeStruct((layout.size,), np.int32, sharding=self._replicated)
         program = jax.jit(body, donate_argnums=1, out_shardings=(None, self._state_shardings))
-        return program.lower(params, self._abstract_state(), packed)
+        return program.lower(params, self._abstract_state, packed)
 
     def _build(self, key: tuple[str, int], lowered: Lowered, run: bool) -> None:
         self._executables[key] = lowered.compile()
@@ -229,7 +229,7 @@ class ModelRunner:
 
     def reset_device(self) -> None:
         """Gives the device a fresh KV pool and row state; every row must be reset afterwards."""
-        abstract = self._abstract_state()
+        abstract = self._abstract_state
         config = self.config
         if hasattr(self, "_state"):
             del self._state  # free the old pool before the new one is made
@@ -290,7 +290,7 @@ class ModelRunner:
     def _replicated(self) -> NamedSharding:
         return NamedSharding(self.mesh, PartitionSpec())
 
-    @property
+    @cached_property
     def _state_shardings(self) -> DeviceState:
         config = self.config
         heads = jax.tree.map(
@@ -306,6 +306,7 @@ class ModelRunner:
             page_table=self._replicated,
         )
 
+    @cached_property
     def _abstract_state(self) -> DeviceState:
         config = self.config
         num_rows = config.max_num_seqs + 1

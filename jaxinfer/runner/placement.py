@@ -230,7 +230,7 @@ def _matrix_of(
       piece: makes the matrix of the parts from the first to before the last.
     """
     pieces, rows, first = [], [], 0
-    formats = [_format_of(part) for part in parts]
+    formats = [format_of(part) for part in parts]
     while first < len(formats):
         stop = first + 1
         while stop < len(formats) and formats[stop] == formats[first]:
@@ -241,7 +241,7 @@ def _matrix_of(
     return pieces[0] if len(pieces) == 1 else MixedMatrix(tuple(pieces), tuple(rows))
 
 
-def _format_of(part: QuantizedArray | None) -> object:
+def format_of(part: QuantizedArray | None) -> object:
     """Returns what parts must share to become one matrix; None for a float one."""
     if part is None:
         return None

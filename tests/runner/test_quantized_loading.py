@@ -164,6 +164,7 @@ LOADED = {
     "some floats": ({"k_proj": q4_1, "gate_proj": whole_row}, {}, {}),
     "bfloat16": ({"k_proj": q4_1}, {}, {"weight_dtype": np.dtype(ml_dtypes.bfloat16)}),
     "act-order": ({"down_proj": act_order, "o_proj": act_order}, {}, {}),
+    "layers unlike": ({"0.mlp.down_proj": q4_1, "1.mlp.down_proj": nf4}, {}, {}),
     "nf4": ({"up_proj": nf4, "gate_proj": nf4}, {}, {}),
     "gpu": (ALL, {}, {"platform": "gpu"}),
     "tpu": (ALL, {}, {"platform": "tpu"}),
