@@ -6,14 +6,11 @@ import argparse
 import json
 from dataclasses import replace
 
-from jaxinfer import cpu
-from jaxinfer.compilation_cache import set_compilation_cache
 from jaxinfer.config import ConfigError, EngineConfig
 from jaxinfer.machine import versions
-from jaxinfer.model_loading import load_model
 from jaxinfer.pool_size import MAX_BULK_STEPS
-from jaxinfer.startup import assemble_engine, open_model
-from jaxinfer.step_profile import WARM_STEPS, Profiler, Traffic
+from jaxinfer.step_driver import WARM_STEPS, StepDriver
+from jaxinfer.step_profile import Profiler
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,6 +46,7 @@ def engine_config(config: EngineConfig, args: argparse.Namespace) -> EngineConfi
         max_num_batched_tokens=max(args.prefill_tokens, args.concurrency),
         max_prefill_chunk_tokens=args.prefill_tokens,
         max_queued_requests=args.concurrency,
+        prefix_cache=False,
     )
 
 
@@ -58,20 +56,14 @@ def run(config: EngineConfig, args: argparse.Namespace) -> int:
     Raises:
       ValueError: the model cannot be used, or its context is too short for what is measured.
     """
-    cpu.set_num_threads(config.num_threads)
-    _, checkpoint, tokenizer = open_model(config)
-    set_compilation_cache(config.compilation_cache_dir)
-    progress = not args.json
-    model, groups = load_model(config, checkpoint, progress)
-    engine = assemble_engine(config, model, groups, tokenizer, frozenset(), progress)
-    profiler = Profiler(engine, Traffic.of(model, groups, engine))
+    driver = StepDriver.load(config, not args.json)
+    profiler = Profiler(driver)
     steps = [
         profiler.decode(args.concurrency, args.prompt_tokens, args.steps),
         profiler.prefill(args.prefill_tokens),
     ]
     if args.json:
-        device = model.context.mesh.devices.flat[0].device_kind
-        found = {"steps": [step.as_json() for step in steps], "device": device}
+        found = {"steps": [step.as_json() for step in steps], "device": driver.device_kind}
         print(json.dumps({**found, "versions": versions()}))
     else:
         print("\n\n".join(step.table() for step in steps))

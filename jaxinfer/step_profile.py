@@ -20,13 +20,9 @@ from jaxinfer.hlo_kinds import KINDS, read_instructions
 from jaxinfer.nn.config import KVGroup
 from jaxinfer.nn.decoder import CausalLM
 from jaxinfer.op_times import Operation, sum_by_kind, trace
-from jaxinfer.request import EngineRequest
 from jaxinfer.runner.loader import parameters
-from jaxinfer.sampling_params import SamplingParams
+from jaxinfer.step_driver import WARM_STEPS, StepDriver
 from kernels.quantized_matmul import QTensor
-
-WARM_STEPS = 4
-"""Decode steps before any is timed."""
 
 PREFILLS = 3
 """Prefill steps that are averaged."""
@@ -222,29 +218,22 @@ def _microseconds(run: Callable[[], None]) -> float:
 class Profiler:
     """Measures steps of an engine that nothing else uses."""
 
-    def __init__(self, engine: Engine, traffic: Traffic) -> None:
-        self.engine = engine
-        self.traffic = traffic
-        self._num_requests = 0
+    def __init__(self, driver: StepDriver) -> None:
+        self._driver = driver
+        self._engine = driver.engine
+        self._traffic = Traffic.of(driver.model, driver.groups, driver.engine)
 
     def decode(self, concurrency: int, prompt_tokens: int, steps: int) -> StepProfile:
         """An average step that adds a token, or `decode_steps` of them, to each sequence."""
-        bulk = self.engine.scheduler.limits.bulk_steps(concurrency)
-        names = {self._add(prompt_tokens, None) for _ in range(concurrency)}
-        waiting = set(names)
-        while waiting:
-            waiting -= {delta.request_id for delta in self.engine.step() if delta.token_ids}
+        bulk = self._engine.scheduler.limits.bulk_steps(concurrency)
+        rung = self._engine.runner.ladders.decode_rung(concurrency)
 
-        def run(count: int = steps) -> None:
-            for _ in range(count):
-                self.engine.step()
+        def run() -> None:
+            for _ in range(steps):
+                self._engine.step()
 
-        run(WARM_STEPS)
-        rung = self.engine.runner.ladders.decode_rung(concurrency)
-        measured = _Measured.of(("decode_k" if bulk > 1 else "decode", rung), steps, run)
-        for name in names:
-            self.engine.abort(name)
-        self._drain()
+        with self._driver.decoding(concurrency, prompt_tokens):
+            measured = _Measured.of(("decode_k" if bulk > 1 else "decode", rung), steps, run)
         # The traced steps follow the warm and the untraced ones: the context in their middle.
         kv_len = round(prompt_tokens + bulk * (WARM_STEPS + 1.5 * steps))
         what = f"decode, {concurrency} × {bulk} tokens at {kv_len} of context"
@@ -255,25 +244,13 @@ class Profiler:
 
         def run() -> None:
             for _ in range(PREFILLS):
-                self._add(num_tokens, 1)
-                self._drain()
+                self._driver.add(num_tokens, 1)
+                self._driver.drain()
 
         run()
-        rung = self.engine.runner.ladders.token_rung(num_tokens)
+        rung = self._engine.runner.ladders.token_rung(num_tokens)
         measured = _Measured.of(("ragged", rung), PREFILLS, run)
         return self._average(f"prefill, {num_tokens} tokens", measured, num_tokens, [num_tokens])
-
-    def _add(self, prompt_tokens: int, max_tokens: int | None) -> str:
-        self._num_requests += 1
-        name, vocab = f"profile-{self._num_requests}", self.engine.vocab_size
-        prompt = tuple((self._num_requests * 7 + p * 13) % vocab for p in range(prompt_tokens))
-        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-        self.engine.add(EngineRequest(name, prompt, params))
-        return name
-
-    def _drain(self) -> None:
-        while self.engine.has_work:
-            self.engine.step()
 
     def _average(
         self,
@@ -284,10 +261,10 @@ class Profiler:
         passes: int = 1,
     ) -> StepProfile:
         """A step that goes over the model `passes` times, with `num_tokens` each time."""
-        instructions = read_instructions(self.engine.runner.hlo(*measured.program))
+        instructions = read_instructions(self._engine.runner.hlo(*measured.program))
         times = sum_by_kind(measured.operations, instructions)
         layers_are_one = times.counts["decoder layers"] > 0
-        moved = self.traffic.of_step(num_tokens, kv_lens, layers_are_one)
+        moved = self._traffic.of_step(num_tokens, kv_lens, layers_are_one)
         each = 1e3 * measured.steps
         return StepProfile(
             what=what,

@@ -6,9 +6,10 @@ from types import SimpleNamespace
 import pytest
 import tiny_engine
 
-from jaxinfer import cli, profile_cli
+from jaxinfer import cli, step_driver
 from jaxinfer.hlo_kinds import KINDS, Instruction, kind_of_stack, read_instructions
 from jaxinfer.op_times import Operation, operations, sum_by_kind
+from jaxinfer.step_driver import StepDriver
 from jaxinfer.step_profile import KindShare, Profiler, StepProfile, Traffic
 
 HEADER = """HloModule jit_decode, is_scheduled=true
@@ -211,7 +212,7 @@ def test_steps_of_a_tiny_engine():
     assert traffic.embedding_row == hidden * 4
     cache = engine.runner.config.cache
     assert traffic.token_kv * len(traffic.windows) == cache.token_bytes
-    profiler = Profiler(engine, traffic)
+    profiler = Profiler(StepDriver(engine, model, groups))
     for step in (profiler.decode(2, prompt_tokens=8, steps=3), profiler.prefill(16)):
         assert 0 < step.busy_us <= step.traced_us
         assert 0 <= step.host_share < 1
@@ -225,9 +226,9 @@ def test_steps_of_a_tiny_engine():
 
 def test_the_command(monkeypatch, capsys):
     tokenizer = tiny_engine.shared().tokenizer
-    monkeypatch.setattr(profile_cli, "open_model", lambda config: (None, None, tokenizer))
-    monkeypatch.setattr(profile_cli, "load_model", lambda *_: tiny_engine.tiny_model())
-    monkeypatch.setattr(profile_cli, "set_compilation_cache", lambda directory: None)
+    monkeypatch.setattr(step_driver, "open_model", lambda config: (None, None, tokenizer))
+    monkeypatch.setattr(step_driver, "load_model", lambda *_: tiny_engine.tiny_model())
+    monkeypatch.setattr(step_driver, "set_compilation_cache", lambda directory: None)
     flags = ["--concurrency", "2", "--prompt-tokens", "8", "--prefill-tokens", "16", "--steps", "3"]
     assert cli.main(["profile", "--json", "--exact", "--page-size", "4", *flags]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -1,0 +1,1 @@
+"""Load on a server that speaks OpenAI's protocol: requests, arrivals, a client, what came of it."""

@@ -1,0 +1,62 @@
+"""Runs `jaxinfer serve` for as long as it is measured."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+
+COMMAND = (sys.executable, "-m", "jaxinfer", "serve")
+_POLL_S = 0.1
+_START_S = 1800.0
+_STOP_S = 40.0
+
+
+@contextlib.contextmanager
+def spawned_server(flags: Sequence[str]) -> Iterator[str]:
+    """Starts a server on a free port, yields its URL when it is ready, and stops it.
+
+    What it logs goes to our standard error.
+
+    Raises:
+      ValueError: it ended before it was ready, or takes too long.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    # The last of a flag counts: the port is ours whatever was asked for.
+    own = ["--host", "127.0.0.1", "--port", str(port)]
+    server = subprocess.Popen([*COMMAND, *flags, *own], stdout=subprocess.DEVNULL)
+    try:
+        _wait_until_ready(server, url)
+        yield url
+    finally:
+        server.terminate()
+        try:
+            server.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            server.wait()
+
+
+def _wait_until_ready(server: subprocess.Popen[bytes], url: str) -> None:
+    end = time.monotonic() + _START_S
+    while time.monotonic() < end:
+        code = server.poll()
+        if code is not None:
+            raise ValueError(f"the server ended with exit code {code} before it was ready")
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=10):
+                return
+        except urllib.error.HTTPError as error:  # it is loading
+            error.close()
+        except OSError:  # it does not listen yet
+            pass
+        time.sleep(_POLL_S)
+    raise ValueError(f"the server was not ready after {_START_S:.0f} s")
