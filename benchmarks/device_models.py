@@ -34,9 +34,10 @@ from jaxinfer.runner.loader import make_abstract_model, parameters
 from jaxinfer.runner.model_runner import ModelRunner, PendingStep, RunnerConfig
 from jaxinfer.runner.placement import shardings_of
 from jaxinfer.sampling_params import SamplingParams
+from jaxinfer.scheduler.limits import SchedulerLimits
 from jaxinfer.scheduler.page_tables import GroupSpec, PageTables
 from jaxinfer.scheduler.plan import StepPlan
-from jaxinfer.scheduler.scheduler import Scheduler, SchedulerLimits
+from jaxinfer.scheduler.scheduler import Scheduler
 from jaxinfer.scheduler.sequence import Sequence, StopRule
 from kernels.paged_attention import kv_dtype
 
@@ -306,6 +307,7 @@ class Session:
                 sequence.stop.stop_ids,
                 sequence.token_ids,
                 sequence.prompt_len,
+                sequence.pages,
             )
         return plan
 

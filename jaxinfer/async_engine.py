@@ -19,6 +19,7 @@ from jaxinfer.request import EngineDeadError, EngineRequest, QueueFullError
 from jaxinfer.startup import LoadedEngine, load_engine
 from jaxinfer.text.chat_template import ChatTemplate
 from jaxinfer.text.tokenizer import Tokenizer
+from jaxinfer.watchdog import Watchdog
 
 __all__ = ["AsyncEngine", "EngineDeadError", "EngineRequest", "EngineStats", "QueueFullError"]
 
@@ -45,8 +46,10 @@ class AsyncEngine:
     completions, a delta with a finish reason, also when the engine dies, or else one exception.
 
     Attributes:
-      config: how the model is to be loaded.
+      config: how the model is to be loaded, and how long a step may take.
       state: loading until `load` returns; ready; draining after `shutdown`; dead at the end.
+      is_hung: dead because a step never ended; its thread, and so the process, cannot be ended in
+        an orderly way.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -60,11 +63,13 @@ class AsyncEngine:
         self._open: dict[str, _Open] = {}
         self._stats: EngineStats | None = None
         self._thread: threading.Thread | None = None
+        self._watchdog: Watchdog | None = None
+        self.is_hung = False
 
     @classmethod
-    def from_loaded(cls, loaded: LoadedEngine) -> AsyncEngine:
+    def from_loaded(cls, loaded: LoadedEngine, config: EngineConfig | None = None) -> AsyncEngine:
         """Returns a ready one around an engine that exists already and that it owns from here."""
-        engine = cls(EngineConfig())
+        engine = cls(config or EngineConfig())
         engine._start(loaded)
         return engine
 
@@ -96,11 +101,17 @@ class AsyncEngine:
                 raise EngineDeadError("the engine was closed while it was loading")
             self._loaded = loaded
             self._stats = loaded.engine.stats()
+            watchdog = Watchdog(self.config.step_timeout, self._give_up)
             self._thread = threading.Thread(
-                target=self._run, args=(loaded.engine,), name="jaxinfer-engine", daemon=True
+                target=self._run,
+                args=(loaded.engine, watchdog),
+                name="jaxinfer-engine",
+                daemon=True,
             )
+            self._watchdog = watchdog
             self.state = "ready"
             self._thread.start()
+            watchdog.start(self._thread)
 
     async def start(self) -> None:
         """`load` in a thread, so that the loop stays free."""
@@ -113,7 +124,7 @@ class AsyncEngine:
     def close(self, timeout: float = 0.0) -> None:
         """As `shutdown`, from a thread; the model is freed."""
         with self._idle:
-            if self._thread is None:
+            if self._thread is None or self._watchdog is None:
                 self.state = "dead"  # `load`, if it is running, will not start the thread
                 return
             if self.state == "ready":
@@ -123,6 +134,9 @@ class AsyncEngine:
         for request_id in unfinished:
             self.abort(request_id)
         self._commands.put(None)
+        self._watchdog.wait()
+        if self.is_hung:
+            return  # the thread still holds the model
         self._thread.join()
         self._loaded = None
         gc.unfreeze()
@@ -185,8 +199,9 @@ class AsyncEngine:
     def submit(self, request: EngineRequest, deliver: Deliver) -> None:
         """Hands over a request; `deliver` is called on the engine thread with lists of deltas.
 
-        If the engine refuses the request, `deliver` gets the exception instead; callers that want
-        an InvalidParameter at once use `check` first.
+        When that thread hangs, the watchdog's delivers the last ones. If the engine refuses the
+        request, `deliver` gets the exception instead; callers that want an InvalidParameter at
+        once use `check` first.
 
         Raises:
           EngineDeadError: the engine takes no requests.
@@ -213,6 +228,16 @@ class AsyncEngine:
     def abort(self, request_id: str) -> None:
         """Ends a request soon; unknown ids are ignored."""
         self._commands.put(lambda engine: self._abort(engine, request_id))
+
+    def clear_prefix_cache(self) -> None:
+        """Makes requests that are submitted from now on find nothing of those before.
+
+        Raises:
+          EngineDeadError: the engine takes no commands.
+        """
+        if self.state not in ("ready", "draining"):
+            raise EngineDeadError(f"the engine is {self.state}")
+        self._commands.put(lambda engine: engine.clear_prefix_cache())
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[OutputDelta, None]:
         """Yields deltas until every completion has ended; closing the iterator aborts.
@@ -263,18 +288,25 @@ class AsyncEngine:
 
     # The engine thread.
 
-    def _run(self, engine: Engine) -> None:
+    def _run(self, engine: Engine, watchdog: Watchdog) -> None:
         try:
-            while self._obey(engine):
+            while self._obey(engine) and not self.is_hung:
                 if engine.has_work:
-                    engine.start_step()
-                    # Text, and waking those who wait for it, while the device works.
-                    self._dispatch(engine, engine.take_deltas())
-                    engine.end_step()
+                    with watchdog.step():
+                        engine.start_step()
+                        # Text, and waking those who wait for it, while the device works.
+                        self._dispatch(engine, engine.take_deltas())
+                        engine.end_step()
         except Exception:
             logger.exception("the engine stopped")
         finally:
-            self._die()
+            self._die("the engine stopped")
+
+    def _give_up(self, why: str) -> None:
+        """Called by the watchdog when nothing more is to be expected of the engine thread."""
+        logger.critical("%s: the engine is given up", why)
+        self.is_hung = True
+        self._die(why)
 
     def _obey(self, engine: Engine) -> bool:
         """Carries out waiting commands, sleeping while there is nothing to do; False to stop."""
@@ -328,7 +360,7 @@ class AsyncEngine:
                     self._idle.notify_all()
             return receiver
 
-    def _die(self) -> None:
+    def _die(self, why: str) -> None:
         """Ends what is open; nothing can be submitted any more once the lock is free."""
         with self._idle:
             self.state = "dead"
@@ -337,7 +369,7 @@ class AsyncEngine:
             self._idle.notify_all()
         for request_id, receiver in unfinished.items():
             deltas = [
-                OutputDelta(request_id, index, finish_reason="error", error="the engine stopped")
+                OutputDelta(request_id, index, finish_reason="error", error=why)
                 for index in sorted(receiver.indices)
             ]
             _call(receiver.deliver, deltas)

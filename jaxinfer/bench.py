@@ -47,6 +47,7 @@ def engine_config(config: EngineConfig, args: argparse.Namespace) -> EngineConfi
         max_num_seqs=max(args.concurrency),
         max_model_len=lengths if config.max_model_len is None else config.max_model_len,
         max_queued_requests=1,
+        prefix_cache=False,  # runs repeat their prompts
     )
 
 

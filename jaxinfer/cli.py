@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ImportError as error:
         print(f"jaxinfer: {error}", file=sys.stderr)
         return EXIT_FAILURE
-    args = _parser(words[:1]).parse_args(words)
+    args = _parser(words[:2]).parse_args(words)
     try:
         return args.run(args)
     except ConfigError as error:
@@ -142,8 +142,12 @@ class _ConfigOrTemplate(argparse.Action):
         setattr(namespace, target, values)
 
 
-def _parser(command: list[str]) -> argparse.ArgumentParser:
-    """Returns the parser; what imports jax adds its flags only when it is called."""
+def _parser(words: list[str]) -> argparse.ArgumentParser:
+    """Returns the parser for a line of such first two words.
+
+    What imports jax adds its flags only when it is called.
+    """
+    command = words[:1]
     parser = argparse.ArgumentParser(
         prog="jaxinfer",
         description="LLM inference on TPU, GPU and CPU.",
@@ -173,10 +177,7 @@ def _parser(command: list[str]) -> argparse.ArgumentParser:
 
     bench = _add_command(commands, "bench", "measure throughput and latency", _bench)
     if command == ["bench"]:
-        from jaxinfer import bench as bench_module
-
-        bench_module.add_arguments(bench)
-        add_settings(bench, EngineConfig)
+        _add_bench(bench, words[1:])
     evaluate = _add_command(commands, "eval", "judge a model on a text", _eval)
     if command == ["eval"]:
         from jaxinfer import eval_cli
@@ -202,6 +203,32 @@ def _parser(command: list[str]) -> argparse.ArgumentParser:
         add_settings(profile, EngineConfig)
     _add_command(commands, "doctor", "print versions, devices and caches", _doctor)
     return parser
+
+
+def _add_bench(parser: argparse.ArgumentParser, words: list[str]) -> None:
+    """Adds the flags of `bench`, or of the one of its two parts that is asked for."""
+    parts = {
+        "serve": ("load a server, and measure what its clients see", _bench_serve),
+        "step": ("measure every compiled program", _bench_step),
+    }
+    if words and words[0] in parts:
+        part = _add_command(parser.add_subparsers(required=True), words[0], *parts[words[0]])
+        if words == ["serve"]:
+            from jaxinfer import bench_serve
+
+            bench_serve.add_arguments(part)
+        else:
+            from jaxinfer import bench_step
+
+            bench_step.add_arguments(part)
+            add_settings(part, EngineConfig)
+        return
+    from jaxinfer import bench
+
+    lines = [f"`jaxinfer bench {name}`: {about}" for name, (about, _) in parts.items()]
+    parser.epilog = "also: " + "; ".join(lines)
+    bench.add_arguments(parser)
+    add_settings(parser, EngineConfig)
 
 
 def _add_command(commands: Any, name: str, summary: str, run: Any) -> argparse.ArgumentParser:
@@ -230,6 +257,21 @@ def _bench(args: argparse.Namespace) -> int:
     config = bench.engine_config(engine, args)
     prepare_process(config)
     return bench.run(config, args)
+
+
+def _bench_serve(args: argparse.Namespace) -> int:
+    from jaxinfer import bench_serve
+
+    return bench_serve.run(args)
+
+
+def _bench_step(args: argparse.Namespace) -> int:
+    from jaxinfer import bench_step
+
+    engine, _ = configs_from(args)
+    config = bench_step.engine_config(engine, args)
+    prepare_process(config, "warning" if args.json else "info")
+    return bench_step.run(config, args)
 
 
 def _profile(args: argparse.Namespace) -> int:

@@ -114,7 +114,15 @@ class EngineConfig:
         aliases=("--max-cache-size",),
         parse=parse_bytes,
     )
-    prefix_cache: bool = _flag(False, None)
+    prefix_cache: bool = _flag(
+        True, "reuse the KV pages of earlier prompts that start with the same tokens"
+    )
+    speculation: str = _flag(
+        "off",
+        "ngram: guess tokens from what followed the same ones before, and verify several at once; "
+        "the text is the same. Pays where outputs repeat the prompt",
+    )
+    num_draft_tokens: int = _flag(15, "tokens guessed at once for a sequence, with --speculation")
     tensor_parallel: int = _flag(1, "devices that share each layer")
     allow_fewer_devices: bool = _flag(
         False, "lower --tensor-parallel, with a warning, when fewer devices exist"
@@ -124,6 +132,9 @@ class EngineConfig:
     attention: str | None = _flag(None, "force one attention implementation, for example reference")
     matmul: str | None = _flag(None, "force one implementation of the matmul of quantized weights")
     pipeline_depth: int | None = _flag(None, "steps dispatched ahead of the host: 0 or 1")
+    step_timeout: float = _flag(
+        600.0, "seconds after which a step is taken to hang and the engine for dead; 0 never"
+    )
     compilation_cache_dir: str | None = _flag(
         None, "where compiled programs are kept (default: the user's cache directory)"
     )
@@ -138,22 +149,23 @@ class EngineConfig:
             value = getattr(self, name)
             _require(value is None or value >= 1, name, value, "must be at least 1")
         _require(
-            not self.prefix_cache,
-            "prefix_cache",
-            self.prefix_cache,
-            "is not available: the prefix cache comes with a later release; leave it out",
-        )
-        _require(
             self.max_decode_steps_before_prefill >= 0,
             "max_decode_steps_before_prefill",
             self.max_decode_steps_before_prefill,
             "must be at least 0",
         )
+        _require(self.step_timeout >= 0, "step_timeout", self.step_timeout, "must be at least 0")
         _require(
             0 < self.gpu_memory_utilization <= 1,
             "gpu_memory_utilization",
             self.gpu_memory_utilization,
             "must be above 0 and at most 1",
+        )
+        _require(
+            self.speculation in ("off", "ngram"),
+            "speculation",
+            self.speculation,
+            "must be off or ngram",
         )
         _require(
             self.pipeline_depth in (None, 0, 1),
@@ -212,6 +224,7 @@ _POSITIVE_ENGINE_FIELDS = (
     "max_queued_requests",
     "page_size",
     "num_pages",
+    "num_draft_tokens",
     "kv_cache_memory",
     "tensor_parallel",
     "num_threads",

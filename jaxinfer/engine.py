@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import random
-from collections import Counter, deque
+import logging
+import traceback
+from collections import Counter
 from dataclasses import dataclass, field
 
-from jaxinfer.outputs import OutputDelta
+from jaxinfer.admission import Admission
+from jaxinfer.outputs import FinishReason, OutputDelta
+from jaxinfer.pipeline import FailedStep, Pipeline
 from jaxinfer.request import Completion, EngineRequest, QueueFullError
-from jaxinfer.runner.model_runner import ModelRunner, PendingStep
+from jaxinfer.runner.model_runner import ModelRunner
 from jaxinfer.runner.output_reader import RowResult
-from jaxinfer.runner.row_state import MAX_STOP_IDS
-from jaxinfer.sampling_params import InvalidParameter, SamplingParams
+from jaxinfer.sampling_params import InvalidParameter
 from jaxinfer.scheduler.plan import PlannedRow, StepPlan
 from jaxinfer.scheduler.scheduler import Scheduler
-from jaxinfer.scheduler.sequence import Sequence, StopRule
-from jaxinfer.text.detokenizer import Detokenizer
-from jaxinfer.text.stop_strings import StopMatcher
+from jaxinfer.scheduler.sequence import Sequence
 from jaxinfer.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,12 @@ class EngineStats:
     num_compilations_after_warmup: int
     steps: int
     finished: dict[str, int]
+    failed_steps: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -41,11 +49,17 @@ class _Totals:
     prompt_tokens: int = 0
     generation_tokens: int = 0
     steps: int = 0
+    failed_steps: int = 0
     finished: Counter[str] = field(default_factory=Counter)
 
 
 class Engine:
     """Generates for many requests at once. Not thread-safe: one thread owns it.
+
+    What goes wrong with one completion ends that one, with `finish_reason == "error"`. When a
+    step fails, all it touched start over from their tokens, and only a completion that makes steps
+    fail again and again is ended. Errors that methods raise are of the caller or of the engine as
+    a whole.
 
     Args:
       runner: compiled, its device state made.
@@ -68,14 +82,23 @@ class Engine:
         self.tokenizer = tokenizer
         self.max_model_len = runner.config.max_model_len
         self.vocab_size = runner.vocab_size
-        self.eos_token_ids = eos_token_ids
+        self._admission = Admission(
+            scheduler,
+            tokenizer,
+            eos_token_ids,
+            self.max_model_len,
+            self.vocab_size,
+            max_queued_requests,
+        )
         self.max_queued_requests = max_queued_requests
         self.max_num_seqs = runner.config.max_num_seqs
         self._completions: dict[str, Completion] = {}
         self._sequences: dict[str, list[Sequence]] = {}
-        self._pending: deque[PendingStep] = deque()
+        self._pipeline = Pipeline(runner)
         self._is_filling = False  # whether the last step was dispatched
-        self._unread: list[tuple[PlannedRow, RowResult]] = []
+        # Results not yet text, with how each ended its completion; and text not yet taken.
+        self._unread: list[tuple[PlannedRow, RowResult, FinishReason | None]] = []
+        self._deltas: list[OutputDelta] = []
         self._totals = _Totals()
 
     def add(self, request: EngineRequest) -> None:
@@ -87,27 +110,37 @@ class Engine:
         """
         if request.request_id in self._sequences:
             raise ValueError(f"request id {request.request_id!r} is already in flight")
-        self.check(request)
-        params = request.params
-        if len(self.scheduler.waiting) + params.n > self.max_queued_requests:
-            raise QueueFullError(
-                f"{len(self.scheduler.waiting)} requests are waiting; the limit is "
-                f"{self.max_queued_requests}"
-            )
-        seed = random.getrandbits(63) if params.seed is None else params.seed
-        sequences = [
-            self._make_sequence(request, index, params.for_choice(index, seed))
-            for index in range(params.n)
-        ]
-        self._sequences[request.request_id] = sequences
-        for sequence in sequences:
+        try:
+            made = self._admission.make(request)
+        except (InvalidParameter, QueueFullError):
+            raise
+        except Exception as error:
+            message = _fault(error, f"request {request.request_id} could not be started")
+            for index in range(request.params.n):
+                self._totals.finished["error"] += 1
+                self._deltas.append(
+                    OutputDelta(request.request_id, index, finish_reason="error", error=message)
+                )
+            return
+        self._sequences[request.request_id] = [sequence for sequence, _ in made]
+        for sequence, completion in made:
+            self._completions[sequence.seq_id] = completion
             self.scheduler.add(sequence)
+
+    def check(self, request: EngineRequest) -> None:
+        """Checks a request against the model and the pool; changes nothing, from any thread.
+
+        Raises:
+          InvalidParameter: `add` would refuse it.
+        """
+        self._admission.check(request)
 
     def abort(self, request_id: str) -> list[OutputDelta]:
         """Ends a request; returns the last delta of each completion that was still open.
 
         What `take_deltas` has not returned of it is lost.
         """
+        self._deltas = [delta for delta in self._deltas if delta.request_id != request_id]
         deltas = []
         for sequence in self._sequences.pop(request_id, []):
             completion = self._completions.pop(sequence.seq_id, None)
@@ -120,7 +153,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        return self.scheduler.has_work or bool(self._pending) or bool(self._unread)
+        return self.scheduler.has_work or bool(self._pipeline or self._unread or self._deltas)
 
     def is_open(self, request_id: str) -> bool:
         """Whether any completion of the request has not ended."""
@@ -142,41 +175,68 @@ class Engine:
 
     def start_step(self) -> None:
         """Dispatches the next step, if there is anything to compute."""
+        self._is_filling = False
+        if self._pipeline.is_broken:
+            return
         with self.runner.watch.step():
             plan = self.scheduler.schedule()
-            self._is_filling = plan is not None
             if plan is not None:
-                self._pending.append(self._dispatch(plan))
+                self._dispatch(plan)
 
     def end_step(self) -> None:
         """Waits for the results of the oldest dispatched step, once the pipeline is full."""
         depth = self.scheduler.limits.pipeline_depth
-        if not self._pending or (self._is_filling and len(self._pending) <= depth):
+        if not self._pipeline or (self._is_filling and len(self._pipeline) <= depth):
             return
         with self.runner.watch.step():
-            pending = self._pending.popleft()
-            results = self.runner.collect(pending, self._num_logprobs)
+            step = self._pipeline.collect(self._num_logprobs)
+            if isinstance(step, FailedStep):
+                self._recover(step)
+                return
         by_id = {
             row.sequence.seq_id: result
-            for row, result in zip(pending.plan.rows, results, strict=True)
+            for row, result in zip(step.plan.rows, step.results, strict=True)
         }
         updates = self.scheduler.update(
-            pending.plan, {seq_id: result.token_ids for seq_id, result in by_id.items()}
+            step.plan,
+            {seq_id: result.token_ids for seq_id, result in by_id.items()},
+            {seq_id for seq_id, result in by_id.items() if not result.finite},
         )
-        self._unread += [(update.planned, by_id[update.sequence.seq_id]) for update in updates]
+        self._unread += [
+            (update.planned, by_id[update.sequence.seq_id], update.sequence.finish_reason)
+            for update in updates
+        ]
 
     def take_deltas(self) -> list[OutputDelta]:
         """Returns as text what ended steps have produced.
 
         Best between `start_step` and `end_step`: the device works meanwhile.
         """
+        self._read()
+        deltas, self._deltas = self._deltas, []
+        return deltas
+
+    def _read(self) -> None:
         unread, self._unread = self._unread, []
-        deltas = (self._row_delta(row, result) for row, result in unread)
-        return [delta for delta in deltas if delta is not None]
+        for row, result, finish_reason in unread:
+            completion = self._completions.get(row.sequence.seq_id)
+            if completion is None:  # ended since
+                continue
+            try:
+                delta = self._row_delta(row, result, finish_reason, completion)
+            except Exception as error:
+                self._end(row.sequence, _fault(error, f"{row.sequence.seq_id}: no text"))
+                continue
+            if delta is not None:
+                self._deltas.append(delta)
+
+    def clear_prefix_cache(self) -> None:
+        """Forgets what earlier requests computed; what now runs leaves nothing behind either."""
+        self.scheduler.clear_prefix_cache()
 
     def stats(self) -> EngineStats:
         """Returns counters and gauges."""
-        pool = self.scheduler.tables.pools[0]
+        pool, cache = self.scheduler.tables.pools[0], self.scheduler.cache
         return EngineStats(
             num_running=len(self.scheduler.running),
             num_waiting=len(self.scheduler.waiting),
@@ -188,90 +248,62 @@ class Engine:
             num_compilations_after_warmup=self.runner.watch.num_after_warmup,
             steps=self._totals.steps,
             finished=dict(self._totals.finished),
+            failed_steps=self._totals.failed_steps,
+            prefix_cache_queries=0 if cache is None else cache.num_queried_tokens,
+            prefix_cache_hits=0 if cache is None else cache.num_hit_tokens,
+            num_drafts=self.scheduler.drafts.num_drafts,
+            num_draft_tokens=self.scheduler.drafts.num_tokens,
+            num_accepted_tokens=self.scheduler.drafts.num_accepted,
         )
 
-    def max_tokens(self, request: EngineRequest) -> int:
-        """Output tokens a request may have: what it asked for, within the context."""
-        room = self.max_model_len - len(request.prompt_token_ids)
-        wanted = request.params.max_tokens
-        return room if wanted is None else min(room, wanted)
-
-    def check(self, request: EngineRequest) -> None:
-        """Checks a request against the model and the pool; changes nothing, from any thread.
-
-        Raises:
-          InvalidParameter: `add` would refuse it.
-        """
-        prompt = request.prompt_token_ids
-        if not prompt:
-            raise InvalidParameter("prompt", "the prompt has no tokens", "empty_array")
-        outside = [token for token in prompt if not 0 <= token < self.vocab_size]
-        if outside:
-            raise InvalidParameter(
-                "prompt", f"token id {outside[0]} is outside the vocabulary of {self.vocab_size}"
-            )
-        scores_only = request.params.max_tokens == 0
-        if len(prompt) + (not scores_only) > self.max_model_len:
-            raise InvalidParameter(
-                "prompt",
-                f"This model's maximum context length is {self.max_model_len} tokens, but the "
-                f"prompt has {len(prompt)}",
-                "context_length_exceeded",
-            )
-        request.params.validate_for(self.vocab_size)
-        if len(self._stop_ids(request.params)) > MAX_STOP_IDS:
-            raise InvalidParameter(
-                "stop_token_ids",
-                f"stop_token_ids and the model's {len(self.eos_token_ids)} end-of-sequence ids "
-                f"together must be at most {MAX_STOP_IDS}",
-            )
-        if not self.scheduler.fits(len(prompt) + self.max_tokens(request)):
-            raise InvalidParameter(
-                "max_tokens",
-                f"{len(prompt)} prompt tokens and max_tokens {self.max_tokens(request)} need more "
-                "KV pages than the pool has; ask for fewer tokens",
-                "context_length_exceeded",
-            )
-
-    def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
-        stop_ids = frozenset(params.stop_token_ids)
-        return stop_ids if params.ignore_eos else stop_ids | self.eos_token_ids
-
-    def _make_sequence(
-        self, request: EngineRequest, index: int, params: SamplingParams
-    ) -> Sequence:
-        max_tokens = self.max_tokens(request)
-        sequence = Sequence(
-            seq_id=f"{request.request_id}/{index}",
-            token_ids=list(request.prompt_token_ids),
-            prompt_len=len(request.prompt_token_ids),
-            stop=StopRule(max_tokens, params.min_tokens, self._stop_ids(params)),
-            priority=request.priority,
-            score_prompt=params.prompt_logprobs is not None and index == 0,
-            steps_in_bulk=not params.stop,
-        )
-        self._completions[sequence.seq_id] = Completion(
-            request.request_id,
-            index,
-            params,
-            Detokenizer(self.tokenizer, params.skip_special_tokens, continuation=True),
-            StopMatcher(params.stop, params.include_stop_str_in_output),
-        )
-        return sequence
-
-    def _dispatch(self, plan: StepPlan) -> PendingStep:
+    def _dispatch(self, plan: StepPlan) -> None:
+        self._is_filling = True
         for sequence in plan.admitted:
-            self.runner.reset(
-                sequence.row,
-                self._completions[sequence.seq_id].params,
-                sequence.stop.stop_ids,
-                sequence.token_ids,
-                sequence.prompt_len,
-            )
-        wants_top = any(max(self._num_logprobs(row)) > 0 for row in plan.rows)
-        self._totals.steps += 1
-        self._totals.prompt_tokens += plan.num_prompt_tokens
-        return self.runner.dispatch(plan, wants_top)
+            try:
+                self.runner.reset(
+                    sequence.row,
+                    self._completions[sequence.seq_id].params,
+                    sequence.stop.stop_ids,
+                    sequence.token_ids,
+                    sequence.prompt_len,
+                    sequence.pages,
+                )
+            except Exception as error:
+                if not self.runner.has_state:
+                    self._pipeline.fail(plan, error)
+                    return
+                plan.rows = [row for row in plan.rows if row.sequence is not sequence]
+                self._end(sequence, _fault(error, f"{sequence.seq_id} could not be admitted"))
+        self._is_filling = bool(plan.rows)
+        if plan.rows:
+            wants_top = any(max(self._num_logprobs(row)) > 0 for row in plan.rows)
+            self._totals.steps += 1
+            self._totals.prompt_tokens += plan.num_prompt_tokens
+            self._pipeline.dispatch(plan, wants_top)
+
+    def _recover(self, step: FailedStep) -> None:
+        """Starts over after a step that failed: the device state it was given is gone."""
+        self._totals.failed_steps += 1
+        logger.error(
+            "a step of %d sequences failed, and they run again: %s: %s",
+            len(step.plan.rows),
+            type(step.error).__name__,
+            str(step.error).partition("\n")[0],
+        )
+        logger.debug("the step's error", exc_info=step.error)
+        culprit = self.scheduler.fail(step.plan, step.lost)
+        self.runner.rebuild()
+        if culprit is not None:
+            self._end(culprit, _fault(step.error, f"{culprit.seq_id} makes steps fail"))
+
+    def _end(self, sequence: Sequence, message: str) -> None:
+        """Ends one completion with an error, after the text it has so far."""
+        self.scheduler.finish(sequence, "error")
+        self._read()
+        completion = self._completions.get(sequence.seq_id)
+        if completion is not None:
+            self._deltas.append(completion.ended("error", message))
+            self._forget(sequence, "error")
 
     def _num_logprobs(self, row: PlannedRow) -> tuple[int, int]:
         """Alternatives wanted for output and for prompt tokens; -1 for none and no value either."""
@@ -281,22 +313,27 @@ class Engine:
         output, prompt = completion.params.logprobs, completion.params.prompt_logprobs
         return (-1 if output is None else output, -1 if prompt is None else prompt)
 
-    def _row_delta(self, row: PlannedRow, result: RowResult) -> OutputDelta | None:
+    def _row_delta(
+        self,
+        row: PlannedRow,
+        result: RowResult,
+        finish_reason: FinishReason | None,
+        completion: Completion,
+    ) -> OutputDelta | None:
         sequence = row.sequence
-        completion = self._completions.get(sequence.seq_id)
-        if completion is None:  # aborted since
-            return None
         completion.prompt_logprobs.extend(result.prompt_logprobs)
+        if completion.index == 0:  # its siblings find what it has computed
+            completion.num_cached_tokens = sequence.num_cached
         if not result.finite:
             self.scheduler.finish(sequence, "error")
             delta = completion.ended("error", "the model's output is not finite")
-        elif not result.token_ids and sequence.finish_reason is None:
+        elif not result.token_ids and finish_reason is None:
             return None
         else:
             delta = completion.delta(
                 result.token_ids,
                 result.logprobs,
-                sequence.finish_reason,
+                finish_reason,
                 sequence.stop_token,
                 prompt_done=row.start + row.num_tokens >= sequence.prompt_len,
             )
@@ -312,3 +349,12 @@ class Engine:
         siblings = self._sequences.get(completion.request_id, [])
         if not any(sibling.seq_id in self._completions for sibling in siblings):
             self._sequences.pop(completion.request_id, None)
+
+
+def _fault(error: Exception, what: str) -> str:
+    """Logs what went wrong; returns what its client may know: an error's text may hold a prompt."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" in {frames[-1].name}, {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    logger.error("%s: %s%s", what, type(error).__name__, where)
+    logger.debug("its error", exc_info=error)
+    return f"internal error ({type(error).__name__})"

@@ -27,7 +27,8 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+# Made for every row of every step: frozen, it would take three times as long.
+@dataclass(slots=True)
 class OutputDelta:
     """What one engine step added to one completion of a request.
 
@@ -40,7 +41,8 @@ class OutputDelta:
       finish_reason: set on the last delta of this completion.
       stop_reason: the stop string or stop token id that ended it; None for end-of-sequence.
       prompt_logprobs: on the first delta of index 0 only, if asked for; entry 0 is None.
-      num_cached_tokens: prompt tokens taken from the prefix cache.
+      num_cached_tokens: prompt tokens taken from the prefix cache; of index 0, whose siblings
+        find what it has computed.
       error: what went wrong, with `finish_reason == "error"`.
     """
 

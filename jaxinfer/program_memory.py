@@ -37,6 +37,7 @@ def program_bytes(
         config.max_num_seqs,
         token_budget(config, "cpu"),
         bulk_rows if steps > 1 else 0,
+        config.speculation != "off",
     )
     num_programs = len(ladders.decode) + len(ladders.bulk) + len(ladders.tokens)
     each = CPU_PROGRAM_BYTES + CPU_LAYER_PROGRAM_BYTES[layers] * model.num_layers

@@ -28,6 +28,7 @@ class EngineRequest:
       params: sampling settings; None for seed draws one, None for max_tokens fills the context.
       priority: lower runs first.
       arrival_time: monotonic seconds.
+      cache_salt: cached prefixes are shared only with requests that have the same.
     """
 
     request_id: str
@@ -35,6 +36,7 @@ class EngineRequest:
     params: SamplingParams
     priority: int = 0
     arrival_time: float = field(default_factory=time.monotonic)
+    cache_salt: str | None = None
 
 
 @runtime_checkable
@@ -69,6 +71,7 @@ class Completion:
     text: TextStream
     stops: StopStrings
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    num_cached_tokens: int = 0
     reports_prompt: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -86,6 +89,17 @@ class Completion:
 
         `stop_token` is the last id if that ended the completion: its text is left out.
         """
+        if finish_reason is None and not self.params.stop and len(token_ids) == 1:
+            # Nearly every delta: one token, of which nothing is held back and which ends nothing.
+            return OutputDelta(
+                self.request_id,
+                self.index,
+                self.text.push(token_ids[0]),
+                tuple(token_ids),
+                None if logprobs is None else tuple(logprobs),
+                prompt_logprobs=self._take_prompt_logprobs() if prompt_done else None,
+                num_cached_tokens=self.num_cached_tokens,
+            )
         pieces: list[str] = []
         matched: str | None = None
         taken = 0
@@ -113,11 +127,18 @@ class Completion:
             finish_reason="stop" if matched is not None else finish_reason,
             stop_reason=stop_reason,
             prompt_logprobs=self._take_prompt_logprobs() if prompt_done else None,
+            num_cached_tokens=self.num_cached_tokens,
         )
 
     def ended(self, reason: FinishReason, error: str | None = None) -> OutputDelta:
         """Returns the last delta of a completion that was cut short."""
-        return OutputDelta(self.request_id, self.index, finish_reason=reason, error=error)
+        return OutputDelta(
+            self.request_id,
+            self.index,
+            finish_reason=reason,
+            num_cached_tokens=self.num_cached_tokens,
+            error=error,
+        )
 
     def _take_prompt_logprobs(self) -> tuple[TokenLogprob | None, ...] | None:
         if not self.reports_prompt:

@@ -53,6 +53,8 @@ class SamplingParams:
       skip_special_tokens: leave special tokens out of the text.
       logprobs: report the chosen token's log-probability and this many alternatives, 0..20.
       prompt_logprobs: the same for every prompt token but the first.
+      speculation: guess tokens ahead where the engine can; None leaves it to the engine. Penalties
+        exclude it: each token changes what may follow.
 
     Raises:
       InvalidParameter: a value is outside its range.
@@ -77,6 +79,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    speculation: bool | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -102,6 +105,9 @@ class SamplingParams:
         if self.max_tokens is not None:
             _integer("max_tokens", self.max_tokens, 0, 2**63 - 1)
         _integer("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        if self.speculation is not None and not isinstance(self.speculation, bool):
+            message = f"speculation must be true or false, got {self.speculation!r}"
+            raise InvalidParameter("speculation", message, "invalid_type")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidParameter(
                 "min_tokens",

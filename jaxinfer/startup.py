@@ -28,12 +28,15 @@ from jaxinfer.nn.config import KVGroup
 from jaxinfer.nn.decoder import CausalLM
 from jaxinfer.pool_size import decode_steps, make_cache_spec, token_budget, with_pool
 from jaxinfer.runner import host_memory
+from jaxinfer.runner.buckets import VERIFY_TOKENS
 from jaxinfer.runner.compile_watch import CompileWatch
 from jaxinfer.runner.kv_cache import CacheSpec
 from jaxinfer.runner.loader import parameter_bytes, parameters
 from jaxinfer.runner.model_runner import ModelRunner, RunnerConfig
+from jaxinfer.scheduler.limits import SchedulerLimits
 from jaxinfer.scheduler.page_tables import GroupSpec, PageTables
-from jaxinfer.scheduler.scheduler import Scheduler, SchedulerLimits
+from jaxinfer.scheduler.prefix_cache import PrefixCache
+from jaxinfer.scheduler.scheduler import Scheduler
 from jaxinfer.text.chat_template import ChatTemplate
 from jaxinfer.text.tokenizer import Tokenizer, load_tokenizer
 from kernels import paged_attention, quantized_matmul
@@ -169,9 +172,15 @@ def assemble_engine(
         [GroupSpec(runner.config.num_pages, group.window) for group in groups],
         runner.config.cache.page_size,
     )
-    _log_setup(runner, limits, model, watch)
+    salt = _cache_salt(config, model, runner.config.cache)
+    cache = PrefixCache(tables, salt) if config.prefix_cache else None
+    _log_setup(runner, limits, model, watch, cache is not None)
     return Engine(
-        runner, Scheduler(limits, tables), tokenizer, eos_token_ids, config.max_queued_requests
+        runner,
+        Scheduler(limits, tables, cache),
+        tokenizer,
+        eos_token_ids,
+        config.max_queued_requests,
     )
 
 
@@ -179,6 +188,16 @@ def cache_spec(config: EngineConfig, model: CausalLM) -> CacheSpec:
     """Returns how the model's keys and values are held."""
     context = model.context
     return make_cache_spec(config, model.config, context.platform, context.tensor_parallel)
+
+
+def _cache_salt(config: EngineConfig, model: CausalLM, cache: CacheSpec) -> bytes:
+    """Stands for all that changes what is in a page of given tokens."""
+    parts = (
+        *(config.model, config.revision, config.quant, config.quant_group_size),
+        *(model.config, model.context.dtype.name, model.context.precision),
+        *(cache.dtype_name, cache.page_size),
+    )
+    return repr(parts).encode()
 
 
 def _make_runner(
@@ -197,6 +216,7 @@ def _make_runner(
         cache=cache,
         num_pages=0,
         num_groups=num_groups,
+        verifies=config.speculation != "off",
     )
     return ModelRunner(model, with_pool(config, runner_config, model, watch), vocab_size, watch)
 
@@ -218,6 +238,8 @@ def _limits(config: EngineConfig, runner: ModelRunner) -> SchedulerLimits:
         decode_steps=runner.config.decode_steps,
         bulk_rows=runner.config.bulk_rows,
         pipeline_depth=depth,
+        num_draft_tokens=0 if config.speculation == "off" else config.num_draft_tokens,
+        max_tokens_with_drafts=VERIFY_TOKENS[runner.platform],
     )
 
 
@@ -238,7 +260,11 @@ def _eos_token_ids(checkpoint: Checkpoint, tokenizer: Tokenizer) -> frozenset[in
 
 
 def _log_setup(
-    runner: ModelRunner, limits: SchedulerLimits, model: CausalLM, watch: CompileWatch
+    runner: ModelRunner,
+    limits: SchedulerLimits,
+    model: CausalLM,
+    watch: CompileWatch,
+    has_prefix_cache: bool,
 ) -> None:
     """Says what was decided: device, implementations, ladders, pool."""
     config, cache, context = runner.config, runner.config.cache, model.context
@@ -272,23 +298,33 @@ def _log_setup(
     )
     pages = config.num_pages - 1
     logger.info(
-        "KV pool: %d tokens of %d bytes in %d pages of %d (%.0f MB); context %d tokens",
+        "KV pool: %d tokens of %d bytes in %d pages of %d (%.0f MB); prefix cache %s; "
+        "context %d tokens",
         pages * cache.page_size,
         cache.token_bytes,
         pages,
         cache.page_size,
         math.prod((pages, cache.page_bytes)) / 1e6,
+        "on" if has_prefix_cache else "off",
         config.max_model_len,
     )
     logger.info(
         "steps: %d sequences, %d tokens, %d prompt tokens beside decodes, %d decode steps at once, "
-        "pipeline depth %d",
+        "pipeline depth %d, speculation %s",
         limits.max_num_seqs,
         limits.max_num_batched_tokens,
         limits.max_prefill_chunk_tokens,
         limits.bulk_steps(1),
         limits.pipeline_depth,
+        _speculation(limits),
     )
+
+
+def _speculation(limits: SchedulerLimits) -> str:
+    if not limits.num_draft_tokens:
+        return "off"
+    most = limits.max_tokens_with_drafts
+    return f"of {limits.num_draft_tokens} tokens a sequence in steps of at most {most}"
 
 
 def _layers_choice(runner: ModelRunner, model: CausalLM, num_rows: int) -> str:

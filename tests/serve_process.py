@@ -17,15 +17,19 @@ START_S = 240
 class ServeProcess:
     """A running `serve.py --port 0 ...`; leaving the context stops it, and it must exit 0.
 
+    Args:
+      flags: for the program.
+      script: another program, by its path from the root.
+
     Attributes:
       process: the process.
       log: the lines of its standard error so far.
     """
 
-    def __init__(self, *flags):
+    def __init__(self, *flags, script="serve.py"):
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         self.process = subprocess.Popen(
-            [sys.executable, "serve.py", "--port", "0", *flags],
+            [sys.executable, script, "--port", "0", *flags],
             cwd=ROOT,
             # As users start it: one device, the real number of threads.
             env={**os.environ, "PYTHONPATH": path, "XLA_FLAGS": ""},

@@ -6,6 +6,7 @@ import threading
 import time
 from contextlib import aclosing
 
+import jax
 import pytest
 from tiny_engine import EOS, MAX_OPEN, empty, shared
 
@@ -369,3 +370,155 @@ async def test_stop_ids_and_eos_are_told_apart(engine):
         EngineRequest("r", (1, 2), SamplingParams(logit_bias={EOS: 100.0}, temperature=0.0))
     ):
         assert (delta.finish_reason, delta.stop_reason, delta.text) == ("stop", None, "")
+
+
+class TestFailedSteps:
+    def fail(self, loaded, monkeypatch, numbers):
+        """Steps with these numbers fail and take the device state with them."""
+        runner, dispatch = loaded.engine.runner, loaded.engine.runner.dispatch
+        steps = iter(range(10_000))
+
+        def faulty(plan, wants_top):
+            if next(steps) in numbers:
+                for leaf in jax.tree.leaves(runner._state):
+                    leaf.delete()
+                raise ArithmeticError("injected")
+            return dispatch(plan, wants_top)
+
+        monkeypatch.setattr(runner, "dispatch", faulty)
+
+    async def test_clients_notice_nothing_of_one(self, engine, loaded, monkeypatch):
+        requests = [request(f"r{i}", (i, 9, 4 * i), 20) for i in range(4)]
+        expected = await asyncio.gather(*(fold(engine, one) for one in requests))
+        self.fail(loaded, monkeypatch, {3, 11})
+        assert await asyncio.gather(*(fold(engine, one) for one in requests)) == expected
+        assert engine.state == "ready"
+        assert engine.stats().failed_steps >= 2
+        assert engine.stats().num_compilations_after_warmup == 0
+
+    async def test_a_rebuild_that_fails_kills_the_engine(self, engine, loaded, monkeypatch, caplog):
+        def no_room():
+            raise MemoryError("no room for the pool")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(loaded.engine.runner, "reset_device", no_room)
+            self.fail(loaded, patch, {4})
+            deltas = [delta async for delta in engine.generate(request(max_tokens=50))]
+        assert (deltas[-1].finish_reason, deltas[-1].error) == ("error", "the engine stopped")
+        assert 0 < sum(len(delta.token_ids) for delta in deltas) < 50
+        assert engine.state == "dead"
+        assert not engine.is_hung
+        assert "no room for the pool" in caplog.text
+        engine._thread.join(5)
+        loaded.engine.runner.reset_device()
+
+
+class TestHungSteps:
+    @pytest.fixture
+    def make(self, loaded):
+        """Returns an engine whose steps may take some time; its thread has ended afterwards."""
+        engines = []
+
+        def make(step_timeout):
+            engines.append(AsyncEngine.from_loaded(loaded, EngineConfig(step_timeout=step_timeout)))
+            return engines[-1]
+
+        yield make
+        for engine in engines:
+            engine.close()
+            engine._thread.join(10)
+            assert not engine._thread.is_alive()
+
+    @pytest.fixture
+    def gate(self, loaded, monkeypatch):
+        """The fourth step hangs until it is set; `reached` says that it does."""
+        gate, steps, step = threading.Event(), iter(range(10_000)), loaded.engine.start_step
+        gate.reached = threading.Event()
+
+        def hanging():
+            if next(steps) == 3:
+                gate.reached.set()
+                assert gate.wait(20)
+            step()
+
+        monkeypatch.setattr(loaded.engine, "start_step", hanging)
+        yield gate
+        gate.set()
+
+    def test_everyone_is_told_and_nobody_is_served_any_more(self, make, gate, caplog):
+        engine = make(0.2)
+        batches = []
+        for number in range(2):
+            engine.submit(request(f"r{number}", max_tokens=50, n=2), batches.append)
+        until(lambda: engine.state == "dead", 10)
+        assert engine.is_hung
+        ends = {}
+        until(lambda: sum(d.finish_reason is not None for b in list(batches) for d in b) == 4)
+        for delta in (delta for batch in batches for delta in batch):
+            if delta.finish_reason is not None:
+                ends[delta.request_id, delta.index] = (delta.finish_reason, delta.error)
+        assert len(ends) == 4
+        assert set(ends.values()) == {("error", "a step did not end within 0.2 s")}
+        with pytest.raises(EngineDeadError, match="dead"):
+            engine.submit(request("late"), print)
+        began = time.monotonic()
+        engine.close(timeout=30.0)
+        assert time.monotonic() - began < 1, "nothing to wait for"
+        assert "the engine is given up" in caplog.text
+        count = len(batches)
+        gate.set()
+        engine._thread.join(10)
+        assert len(batches) == count, "what a step brings after all is dropped"
+
+    async def test_iterators_and_threads_learn_of_it(self, make, gate):
+        engine = make(0.2)
+        deltas = [delta async for delta in engine.generate(request(max_tokens=50))]
+        assert [d.finish_reason for d in deltas if d.finish_reason] == ["error"]
+        with pytest.raises(EngineDeadError):
+            list(engine.stream([request()]))
+
+    def test_closing_waits_no_longer_than_the_timeout(self, make, gate):
+        engine = make(0.4)
+        engine.submit(request(max_tokens=50), print)
+        assert gate.reached.wait(5)
+        began = time.monotonic()
+        engine.close()
+        assert time.monotonic() - began < 5
+        assert engine.is_hung
+
+    def test_many_steps_and_idle_time_are_no_hang(self, make, loaded, monkeypatch):
+        step = loaded.engine.start_step
+
+        def slow():
+            time.sleep(0.05)
+            step()
+
+        monkeypatch.setattr(loaded.engine, "start_step", slow)
+        engine = make(0.6)
+        for _ in range(2):
+            assert [len(ids) for ids in asyncio.run(fold(engine, request(max_tokens=16)))] == [16]
+            time.sleep(0.7)
+        assert engine.state == "ready"
+
+    def test_zero_waits_for_ever(self, make, gate):
+        engine = make(0.0)
+        arrived = []
+        engine.submit(request(max_tokens=9), arrived.extend)
+        time.sleep(0.5)
+        assert engine.state == "ready"
+        gate.set()
+        until(lambda: arrived and arrived[-1].finish_reason == "length")
+
+
+def test_clearing_the_prefix_cache_comes_before_later_requests(engine):
+    def num_cached():
+        deltas = engine.stream([request(prompt=tuple(range(50, 70)))])
+        return max(delta.num_cached_tokens for delta in deltas)
+
+    engine.clear_prefix_cache()
+    assert [num_cached(), num_cached()] == [0, 16]
+    engine.clear_prefix_cache()
+    assert num_cached() == 0
+    engine.close()
+    with pytest.raises(EngineDeadError, match="the engine is dead"):
+        engine.clear_prefix_cache()

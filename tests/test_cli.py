@@ -43,6 +43,7 @@ def test_every_kind_of_flag(configs):
     )
     assert (engine.model, engine.exact, engine.max_num_seqs) == ("m", True, 4)
     assert (engine.kv_cache_memory, engine.gpu_memory_utilization) == (2**31, 0.5)
+    assert not engine.prefix_cache
     assert (server.served_model_name, server.request_timeout) == (("a", "b"), 1.0)
 
 
@@ -77,7 +78,6 @@ def test_keys_come_from_flags_or_the_environment(configs, monkeypatch):
         (["--api-key", ""], "api_key must not be empty"),
         (["--config", "none.toml"], "none.toml"),
         (["--config-path", "models.json"], "start one server per model"),
-        (["--prefix-cache"], "prefix_cache is not available"),
     ],
 )
 def test_refused_settings_are_exit_2_and_one_sentence(configs, capsys, flags, message):

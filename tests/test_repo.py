@@ -86,16 +86,24 @@ def test_the_readmes_python_is_the_notebooks():
     assert not any(cell.get("outputs") for cell in notebook["cells"])
 
 
-def test_flags_in_the_readme_exist():
+def flags_of(*command):
+    """What a command's `--help` lists."""
     listed = subprocess.run(
-        [sys.executable, "-m", "jaxinfer", "serve", "--help"],
+        [sys.executable, "-m", "jaxinfer", *command, "--help"],
         cwd=ROOT,
         capture_output=True,
         text=True,
         check=True,
     ).stdout
-    known = set(re.findall(r"--[a-z][a-z-]+", listed))
-    used = [flag for line in console_lines() if "serve" in line for flag in line.split()]
+    return set(re.findall(r"--[a-z][a-z-]+", listed))
+
+
+def test_flags_in_the_readme_exist():
+    known, benched = flags_of("serve"), flags_of("bench", "serve")
+    lines = [line.split() for line in console_lines() if "serve" in line]
+    loads = [line for line in lines if line[:3] == ["jaxinfer", "bench", "serve"]]
+    assert {flag for line in loads for flag in line if flag.startswith("--")} <= benched
+    used = [flag for line in lines if line not in loads for flag in line]
     used += re.findall(r"`(--[a-z-]+)", README)
     # The last is one of `kernels.bench`.
     assert {flag for flag in used if flag.startswith("--")} <= known | {"--help", "--tune"}

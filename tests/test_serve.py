@@ -8,6 +8,7 @@ import socket
 import time
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 
 import aiohttp
 import openai
@@ -272,6 +273,16 @@ def wait_for(condition, timeout_s):
         time.sleep(0.02)
 
 
+def answer(request):
+    """Returns (status, body), of errors too."""
+    try:
+        with urllib.request.urlopen(request, timeout=60) as reply:
+            return reply.status, reply.read()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read()
+
+
 class TestOverloadAndDeath:
     @pytest.fixture
     async def server(self, monkeypatch):
@@ -323,3 +334,37 @@ class TestOverloadAndDeath:
         assert (status, answer["error"]["code"]) == (503, "unavailable")
         assert (await server.get("/health"))[0] == 503
         assert (await server.post("/v1/completions", body))[0] == 503
+
+    @pytest.mark.parametrize("fault", ["die", "hang"])
+    def test_the_process_ends_after_it_told_its_clients(self, fault):
+        server = ServeProcess(fault, "--step-timeout", "2", script="tests/faulty_server.py")
+        try:
+            server._wait_until_ready()
+            body = {"prompt": "abc", "max_tokens": 100, "ignore_eos": True}
+            whole, stream = (
+                urllib.request.Request(
+                    f"{server.url}/v1/completions", json.dumps({**body, "stream": streams}).encode()
+                )
+                for streams in (False, True)
+            )
+            with ThreadPoolExecutor(1) as pool:
+                other = pool.submit(answer, whole)
+                status, lines = answer(stream)
+                assert status == 200
+                assert b'"code":"unavailable"' in lines
+                assert b'"text":' in lines
+                assert b"[DONE]" not in lines
+                status, text = other.result(20)
+                assert (status, json.loads(text)["error"]["code"]) == (503, "unavailable")
+            assert server.process.wait(20) == 1, server.text
+            server._reader.join(5)
+            said = "a step did not end within 2 s" if fault == "hang" else "no room for the pool"
+            assert said in server.text
+            assert "the engine has stopped; exiting" in server.text
+            with pytest.raises(OSError, match="refused"):
+                server.get("/health")
+        finally:
+            server.process.kill()
+            server.process.wait()
+            server._reader.join(5)
+            server.process.stderr.close()

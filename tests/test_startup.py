@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -302,10 +303,32 @@ def test_quantization_is_slower_only_without_the_native_kernel(caplog, monkeypat
 def test_the_tiny_engine_has_the_ladder_it_logs(caplog):
     caplog.set_level("INFO", "jaxinfer")
     engine = shared().engine
-    startup._log_setup(engine.runner, engine.scheduler.limits, tiny_model()[0], engine.runner.watch)
+    for has_cache in (True, False):
+        startup._log_setup(
+            engine.runner,
+            engine.scheduler.limits,
+            tiny_model()[0],
+            engine.runner.watch,
+            has_cache,
+        )
+        assert f"; prefix cache {'on' if has_cache else 'off'}; context" in caplog.text
     assert "ladder: decode (2, 4), tokens (32,); 5 programs" in caplog.text
     assert f"KV pool: {MAX_NUM_SEQS * CONTEXT} tokens" in caplog.text
     assert "paged_attention: " in caplog.text
+
+
+def test_pages_are_salted_by_what_changes_them():
+    engine, model = shared().engine, tiny_model()[0]
+    cache = engine.runner.config.cache
+    salt = startup._cache_salt(EngineConfig(), model, cache)
+    assert salt == startup._cache_salt(EngineConfig(max_num_seqs=2), model, cache)
+    others = [
+        startup._cache_salt(EngineConfig(**setting), model, cache)
+        for setting in ({"model": "m"}, {"revision": "r"}, {"quant": "int8"})
+    ]
+    others.append(startup._cache_salt(EngineConfig(), model, replace(cache, page_size=8)))
+    others.append(startup._cache_salt(EngineConfig(), tiny_model("qwen3")[0], cache))
+    assert len({salt, *others}) == 6
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ class StepBuffer:
         self._table_shape = table_shape
         self._buffers = [np.zeros((layout.size,), np.int32) for _ in range(3)]
         self._views = [layout.views(buffer) for buffer in self._buffers]
+        self._slots = np.arange(layout.size, dtype=np.int32)  # logit rows by number
         self._turn = 0
 
     def fill_decode(self, plan: StepPlan, wants_top: bool) -> np.ndarray:
@@ -42,7 +43,7 @@ class StepBuffer:
         return self._buffers[self._turn]
 
     def fill_ragged(self, plan: StepPlan, wants_top: bool) -> np.ndarray:
-        """Returns the packed fields of a step with prompt tokens."""
+        """Returns the packed fields of a step with prompt tokens or drafts."""
         fields = self._next()
         rows, num_seqs = plan.rows, len(plan.rows)
         q_lens = [row.num_queries for row in rows]
@@ -63,12 +64,19 @@ class StepBuffer:
         tokens[:] = 0
         indices: list[int] = []
         targets: list[int] = []
+        drafts = fields["logit_draft"]
+        firsts = fields["logit_first"]
+        drafts[:] = -1
+        firsts[:] = self._slots[: len(firsts)]
         for row, end in zip(rows, ends.tolist(), strict=True):
-            first = end - row.num_queries
+            first, slot = end - row.num_queries, len(indices)
             tokens[first:end] = row.token_ids or -1
             for index, target in logit_rows(row):
                 indices.append(first + index)
                 targets.append(target)
+            if row.num_drafts:
+                drafts[slot : slot + row.num_drafts] = row.token_ids[-row.num_drafts :]
+                firsts[slot : len(indices)] = slot
         num_logits = len(indices)
         fields["num_logits"][...] = num_logits
         fields["logit_index"][:] = 0
@@ -114,5 +122,6 @@ def logit_rows(row: PlannedRow) -> list[tuple[int, int]]:
             for position in range(row.score_from, last)
         ]
     if row.samples:
-        wanted.append((row.num_queries - 1, -1))
+        last = row.num_queries - 1
+        wanted += [(index, -1) for index in range(last - row.num_drafts, last + 1)]
     return wanted

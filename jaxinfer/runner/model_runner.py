@@ -4,31 +4,35 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
 from jax.stages import Compiled, Lowered
+from jaxtyping import Array, Int32
 
 from jaxinfer.runner import host_memory
 from jaxinfer.runner.buckets import Ladders, make_ladders
 from jaxinfer.runner.compile_watch import CompileWatch
+from jaxinfer.runner.device_state import StateSpec
 from jaxinfer.runner.inputs import StepBuffer, logit_rows
 from jaxinfer.runner.kv_cache import CacheSpec
 from jaxinfer.runner.output_reader import Entry, OutputReader, RowResult
 from jaxinfer.runner.programs import DeviceState, ModelPrograms, StepOutput
-from jaxinfer.runner.row_state import RowReset, empty_row_state, make_row_reset, reset_row
+from jaxinfer.runner.row_state import (
+    RowReset,
+    RowState,
+    make_row_reset,
+    reset_row,
+)
 from jaxinfer.runner.step_layout import StepLayout, decode_layout, ragged_layout
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.scheduler.plan import PlannedRow, StepPlan
-from kernels.lazy_zeros import lazy_zeros
-from kernels.paged_attention import kv_partition
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +59,7 @@ class RunnerConfig:
       cache: shape of the KV cache.
       num_pages: pages in the pool, the trash page included.
       num_groups: KV groups.
+      verifies: steps may have drafts.
     """
 
     max_num_seqs: int
@@ -65,6 +70,7 @@ class RunnerConfig:
     num_pages: int
     num_groups: int
     bulk_rows: int | None = None  # of all rows
+    verifies: bool = False
 
     @property
     def num_bulk_rows(self) -> int:
@@ -112,8 +118,11 @@ class ModelRunner:
             config.max_num_seqs,
             config.max_num_batched_tokens,
             config.num_bulk_rows,
+            config.verifies,
         )
         self.mesh = model.context.mesh
+        table = (config.num_groups, config.max_num_seqs + 1, config.pages_per_row)
+        self._spec = StateSpec(config.cache, config.num_pages, table, vocab_size, self.mesh)
         graphdef, weights = nnx.split(model)
         leaves, treedef = jax.tree.flatten(weights)
         self._params: tuple[jax.Array, ...] = tuple(leaves)
@@ -140,14 +149,22 @@ class ModelRunner:
         `run` also runs each once on no rows, so that the first request finds it loaded: the
         device state must exist.
         """
-        state = self._abstract_state
+        state = self._spec.abstract
         reset = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self._replicated),
+            lambda leaf: jax.ShapeDtypeStruct(
+                leaf.shape, leaf.dtype, sharding=self._spec.replicated
+            ),
             self._row_reset(0, SamplingParams(), frozenset(), [], 0),
         )
+        pages = jax.ShapeDtypeStruct(
+            (self.config.num_groups, self.config.pages_per_row),
+            np.int32,
+            sharding=self._spec.replicated,
+        )
+        shardings = (self._spec.shardings.rows, self._spec.shardings.page_table)
         self._reset_row = (
-            jax.jit(reset_row, donate_argnums=0, out_shardings=self._state_shardings.rows)
-            .lower(state.rows, reset)
+            jax.jit(_reset_row, donate_argnums=(0, 1), out_shardings=shardings)
+            .lower(state.rows, state.page_table, reset, pages)
             .compile()
         )
         # Tracing holds the interpreter, compiling and running do not: they overlap.
@@ -178,9 +195,9 @@ class ModelRunner:
 
     def _lower(self, layout: StepLayout, body: Callable[..., Any]) -> Lowered:
         params = tuple(jax.tree.leaves(self._expected))
-        packed = jax.ShapeDtypeStruct((layout.size,), np.int32, sharding=self._replicated)
-        program = jax.jit(body, donate_argnums=1, out_shardings=(None, self._state_shardings))
-        return program.lower(params, self._abstract_state, packed)
+        packed = jax.ShapeDtypeStruct((layout.size,), np.int32, sharding=self._spec.replicated)
+        program = jax.jit(body, donate_argnums=1, out_shardings=(None, self._spec.shardings))
+        return program.lower(params, self._spec.abstract, packed)
 
     def _build(self, key: tuple[str, int], lowered: Lowered, run: bool) -> None:
         self._executables[key] = lowered.compile()
@@ -228,26 +245,32 @@ class ModelRunner:
             _, self._state = self._executables[kind, rung](self._params, self._state, packed)
 
     def reset_device(self) -> None:
-        """Gives the device a fresh KV pool and row state; every row must be reset afterwards."""
-        abstract = self._abstract_state
-        config = self.config
+        """Gives the device a fresh KV pool and row state; every row must be reset afterwards.
+
+        Compiles nothing when it is called again.
+        """
         if hasattr(self, "_state"):
-            del self._state  # free the old pool before the new one is made
-        rows = empty_row_state(config.max_num_seqs + 1, self.vocab_size)
-        zeros = jax.numpy.zeros
-        if self.mesh.size == 1:
-            zeros = partial(lazy_zeros, platform=self.platform)
-        make_kv = jax.jit(
-            lambda: jax.tree.map(lambda leaf: zeros(leaf.shape, leaf.dtype), abstract.kv),
-            out_shardings=self._state_shardings.kv,
-        )
-        self._state = DeviceState(
-            kv=make_kv(),
-            rows=jax.device_put(rows, self._state_shardings.rows),
-            page_table=jax.device_put(
-                np.zeros(abstract.page_table.shape, np.int32), self._replicated
-            ),
-        )
+            # The old pool goes before the new one comes, whoever still holds its arrays.
+            for leaf in jax.tree.leaves(self._state):
+                leaf.delete()
+            del self._state
+        self._state = self._spec.make()
+
+    def rebuild(self) -> None:
+        """Makes the device state anew after a step that failed, and tries a step on no rows.
+
+        Raises:
+          Exception: there is no room for it any more, or no step runs whatever it computes.
+        """
+        self.reset_device()
+        self.run_empty("decode", self.ladders.decode[0])
+        jax.block_until_ready(self._state)
+
+    @property
+    def has_state(self) -> bool:
+        """Whether the device state is there; a call that fails may have taken it along."""
+        state = getattr(self, "_state", None)
+        return state is not None and not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
 
     @property
     def num_programs(self) -> int:
@@ -286,42 +309,6 @@ class ModelRunner:
             table.append(("ragged", rung, layout, partial(programs.ragged, layout)))
         return table
 
-    @property
-    def _replicated(self) -> NamedSharding:
-        return NamedSharding(self.mesh, PartitionSpec())
-
-    @cached_property
-    def _state_shardings(self) -> DeviceState:
-        config = self.config
-        heads = jax.tree.map(
-            lambda spec: NamedSharding(self.mesh, spec),
-            kv_partition(config.cache.layer(config.num_pages), "tensor"),
-        )
-        num_rows = config.max_num_seqs + 1
-        return DeviceState(
-            kv=(heads,) * config.cache.num_layers,
-            rows=jax.tree.map(
-                lambda _: self._replicated, empty_row_state(num_rows, self.vocab_size)
-            ),
-            page_table=self._replicated,
-        )
-
-    @cached_property
-    def _abstract_state(self) -> DeviceState:
-        config = self.config
-        num_rows = config.max_num_seqs + 1
-        table = (config.num_groups, num_rows, config.pages_per_row)
-        state = DeviceState(
-            kv=(config.cache.layer(config.num_pages),) * config.cache.num_layers,
-            rows=empty_row_state(num_rows, self.vocab_size),
-            page_table=jax.ShapeDtypeStruct(table, np.int32),
-        )
-        return jax.tree.map(
-            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-            state,
-            self._state_shardings,
-        )
-
     # Steps.
 
     def reset(
@@ -331,11 +318,19 @@ class ModelRunner:
         stop_ids: frozenset[int],
         token_ids: list[int],
         prompt_len: int,
+        pages: Sequence[Sequence[int]] = (),
     ) -> None:
-        """Rebuilds a row's sampling state for a sequence that has `token_ids`."""
+        """Rebuilds a row for a sequence that has `token_ids`, and `pages` in each KV group."""
         reset = self._row_reset(row, params, stop_ids, token_ids, prompt_len)
-        rows = self._reset_row(self._state.rows, jax.device_put(reset, self._replicated))
-        self._state = replace(self._state, rows=rows)
+        table = np.zeros((self.config.num_groups, self.config.pages_per_row), np.int32)
+        for group, held in enumerate(pages):
+            table[group, : len(held)] = held
+        rows, page_table = self._reset_row(
+            self._state.rows,
+            self._state.page_table,
+            *jax.device_put((reset, table), self._spec.replicated),
+        )
+        self._state = replace(self._state, rows=rows, page_table=page_table)
 
     def _row_reset(
         self,
@@ -357,8 +352,7 @@ class ModelRunner:
             rung = self.ladders.decode_rung(len(plan.rows))
             packed = self._buffers[kind, rung].fill_decode(plan, wants_top)
         else:
-            num_tokens = plan.num_decodes + plan.num_prompt_tokens
-            kind, rung = "ragged", self.ladders.token_rung(num_tokens)
+            kind, rung = "ragged", self.ladders.token_rung(plan.num_queries)
             packed = self._buffers[kind, rung].fill_ragged(plan, wants_top)
         # Uploaded by the call itself, which takes a third of the time of a `device_put`.
         output, self._state = self._executables[kind, rung](self._params, self._state, packed)
@@ -376,9 +370,9 @@ class ModelRunner:
         """
         reader = OutputReader(pending.output)
         results = []
-        slot = 0
+        slot, is_decode_only = 0, pending.plan.is_decode_only
         for index, row in enumerate(pending.plan.rows):
-            if pending.plan.is_decode_only:
+            if is_decode_only:
                 entries: list[Entry] = [((step, index), -1) for step in range(row.num_tokens)]
             else:
                 wanted = logit_rows(row)
@@ -386,6 +380,15 @@ class ModelRunner:
                 slot += len(wanted)
             results.append(reader.row(entries, *num_logprobs(row)))
         return results
+
+
+def _reset_row(
+    rows: RowState,
+    page_table: Int32[Array, "C R M"],
+    reset: RowReset,
+    pages: Int32[Array, "C M"],
+) -> tuple[RowState, Int32[Array, "C R M"]]:
+    return reset_row(rows, reset), page_table.at[:, reset.row].set(pages)
 
 
 def _abstract(array: jax.Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -10,7 +11,8 @@ from jaxinfer.outputs import TokenLogprob
 from jaxinfer.runner.programs import NOT_EMITTED, NOT_FINITE, StepOutput
 
 
-@dataclass(frozen=True, slots=True)
+# Made for every row of every step: frozen, it would take three times as long.
+@dataclass(slots=True)
 class RowResult:
     """What a step produced for one planned row.
 
@@ -36,7 +38,8 @@ class OutputReader:
 
     def __init__(self, output: StepOutput) -> None:
         self._output = output
-        self._token = np.asarray(output.token)
+        # Lists: to take one number out of an array takes ten times as long.
+        self._token: list[Any] = np.asarray(output.token).tolist()
         self._logprobs: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
 
     def row(
@@ -51,7 +54,7 @@ class OutputReader:
         scored: list[TokenLogprob] = []
         finite = True
         for where, target in entries:
-            token = int(self._token[where])
+            token = self._token_at(where)
             if token == NOT_FINITE:
                 finite = False
             if token in (NOT_EMITTED, NOT_FINITE):
@@ -63,6 +66,12 @@ class OutputReader:
             if num_output_logprobs >= 0:
                 logprobs.append(self._logprob(where, num_output_logprobs))
         return RowResult(tokens, logprobs if num_output_logprobs >= 0 else None, scored, finite)
+
+    def _token_at(self, where: tuple[int, ...]) -> int:
+        token: Any = self._token
+        for index in where:
+            token = token[index]
+        return int(token)
 
     def _logprob(self, where: tuple[int, ...], count: int) -> TokenLogprob:
         if self._logprobs is None:
@@ -76,4 +85,4 @@ class OutputReader:
         top = zip(
             top_ids[where][:count].tolist(), top_logprobs[where][:count].tolist(), strict=True
         )
-        return TokenLogprob(int(self._token[where]), float(logprob[where]), tuple(top))
+        return TokenLogprob(self._token_at(where), float(logprob[where]), tuple(top))

@@ -160,7 +160,11 @@ class ModelPrograms:
     def ragged(
         self, layout: StepLayout, params: Params, state: DeviceState, packed: Int32[Array, " size"]
     ) -> tuple[StepOutput, DeviceState]:
-        """Chunks of prompts, with running decodes riding along, one token each."""
+        """Chunks of prompts, with running decodes riding along, one token each.
+
+        A row may also bring drafts behind its last token and a logit row for each of them: they
+        are sampled as if decoded one by one, and count while each sample is the draft.
+        """
         fields = layout.unpack(packed)
         state = _with_page_updates(state, fields)
         rows, cu_q_lens = fields["rows"], fields["cu_q_lens"]
@@ -196,12 +200,19 @@ class ModelPrograms:
         lengths = positions[fields["logit_index"]] + 1
         emitted = is_logit & live_row[row_of[fields["logit_index"]]]
         sampled = self._logit_rows(model, hidden, fields, state.rows, logit_row, lengths)
+        ends = _ends_row(state.rows, logit_row, sampled.token, lengths)
+        accepts = (sampled.token == fields["logit_draft"]) & sampled.finite & ~ends
+        # Exclusive sums: a slot counts if every one from its row's first on accepted its draft.
+        accepted = jnp.cumsum(accepts.astype(jnp.int32)) - accepts.astype(jnp.int32)
+        first = fields["logit_first"]
+        emitted &= accepted - accepted[first] == slot - first
         row_state = _after_sampling(
             state.rows,
             jnp.where(fields["logit_target"] < 0, logit_row, dummy),
             sampled.token,
             lengths,
             emitted & (fields["logit_target"] < 0),
+            is_last=~accepts,
         )
         return StepOutput.of(sampled, emitted), replace(state, kv=kv, rows=row_state)
 
@@ -274,12 +285,16 @@ def _after_sampling(
     token: Int32[Array, " Q"],
     length: Int32[Array, " Q"],
     sampled: Bool[Array, " Q"],
+    is_last: Bool[Array, " Q"] | None = None,
 ) -> RowState:
-    """Remembers the sampled tokens; a stop id kills its row. Others change nothing."""
+    """Remembers the sampled tokens; a stop id kills its row. Others change nothing.
+
+    Of a row with several, the one that `is_last` is continued from.
+    """
     dummy = state.alive.shape[0] - 1
     rows = jnp.where(sampled, rows, dummy)
-    is_stop = jnp.any(state.stop_ids[rows] == token[:, None], axis=1)
-    dies = is_stop & (length >= state.integers[rows, columns.MIN_LENGTH])
+    ends = _ends_row(state, rows, token, length)
+    lasts = rows if is_last is None else jnp.where(is_last, rows, dummy)
 
     def counted(counts: Array) -> Array:
         room = counts[rows, token] < columns.MAX_OUTPUT_COUNT
@@ -289,7 +304,18 @@ def _after_sampling(
     has_penalties = jnp.any(state.integers[rows, columns.HAS_PENALTIES] != 0)
     return replace(
         state,
-        last_token=state.last_token.at[rows].set(token),
-        alive=state.alive.at[rows].set(sampled & ~dies),
+        last_token=state.last_token.at[lasts].set(token),
+        alive=state.alive.at[lasts].set((lasts != dummy) & ~ends),
         counts=lax.cond(has_penalties, counted, lambda counts: counts, state.counts),
     )
+
+
+def _ends_row(
+    state: RowState,
+    rows: Int32[Array, " Q"],
+    token: Int32[Array, " Q"],
+    length: Int32[Array, " Q"],
+) -> Bool[Array, " Q"]:
+    """Whether each token is a stop id of its row that may end it at this length."""
+    is_stop = jnp.any(state.stop_ids[rows] == token[:, None], axis=1)
+    return is_stop & (length >= state.integers[rows, columns.MIN_LENGTH])

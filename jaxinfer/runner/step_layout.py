@@ -88,6 +88,8 @@ def ragged_layout(
             ("token_ids", (num_tokens,)),
             ("logit_index", (num_logits,)),
             ("logit_target", (num_logits,)),
+            ("logit_draft", (num_logits,)),
+            ("logit_first", (num_logits,)),
             ("page_index", (max_updates,)),
             ("page_value", (max_updates,)),
         )

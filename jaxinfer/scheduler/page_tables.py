@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
@@ -44,30 +45,36 @@ class PageTables:
             for group, pool in zip(self.groups, self.pools, strict=True)
         )
 
-    def fits_now(self, num_tokens: int, chunk: int) -> bool:
-        """Whether a new sequence of this length fits beside those that hold pages."""
+    def fits_now(self, sequence: Sequence, num_tokens: int, chunk: int) -> bool:
+        """Whether a sequence finds room for this length beside what others and itself hold."""
         return all(
-            self.most_pages(num_tokens, chunk, group) <= pool.num_free
-            for group, pool in zip(self.groups, self.pools, strict=True)
+            self.most_pages(num_tokens, chunk, group) - len(pages) + pages.count(0) <= pool.num_free
+            for group, pool, pages in zip(self.groups, self.pools, sequence.pages, strict=True)
         )
 
-    def release_outside_window(self, sequence: Sequence) -> None:
-        """Takes back pages that no query from `num_computed` on can see.
+    def first_visible(self, group: int, position: int) -> int:
+        """Index of the first page that a query at `position`, or behind it, can see."""
+        window = self.groups[group].window
+        # A query at position p sees keys j > p - window.
+        return 0 if window is None else max(0, position - window + 1) // self.page_size
+
+    def release_outside_window(self, sequence: Sequence, position: int) -> None:
+        """Takes back pages that no query from `position` on can see.
 
         Steps run in order on the device, so a page freed here is rewritten only after every
         dispatched step has read it.
         """
-        for group, pool, pages in zip(self.groups, self.pools, sequence.pages, strict=True):
-            if group.window is None:
-                continue
-            # A query at position p sees keys j > p - window.
-            first_visible = max(0, sequence.num_computed - group.window + 1)
-            for index in range(first_visible // self.page_size - 1, -1, -1):
+        for group, (pool, pages) in enumerate(zip(self.pools, sequence.pages, strict=True)):
+            for index in range(self.first_visible(group, position) - 1, -1, -1):
                 if index < len(pages):
                     if pages[index] == 0:
                         break
                     pool.release([pages[index]])
                     pages[index] = 0
+
+    def holds(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Whether the sequence has the pages for its first `num_tokens` tokens."""
+        return num_tokens <= len(sequence.pages[0]) * self.page_size
 
     def missing(self, sequence: Sequence, num_tokens: int) -> int:
         """Pages per group still needed to hold `num_tokens` tokens."""
@@ -88,6 +95,13 @@ class PageTables:
                 pages.append(page)
         return updates
 
+    def shrink(self, sequence: Sequence, num_tokens: int) -> None:
+        """Takes back the pages behind the sequence's first `num_tokens` tokens."""
+        kept = self.pages_for(num_tokens)
+        for pool, pages in zip(self.pools, sequence.pages, strict=True):
+            pool.release(pages[kept:])
+            del pages[kept:]
+
     def release(self, sequence: Sequence) -> None:
         """Takes back all of a sequence's pages."""
         for pool, pages in zip(self.pools, sequence.pages, strict=True):
@@ -97,6 +111,6 @@ class PageTables:
     def check_integrity(self, sequences: SequenceOf[Sequence]) -> None:
         """Raises AssertionError unless exactly the pages of `sequences` are in use."""
         for group, pool in enumerate(self.pools):
-            pool.check_integrity()
-            held = [page for sequence in sequences for page in sequence.pages[group] if page]
-            assert len(held) == len(set(held)) == pool.num_used
+            pool.check_integrity(
+                Counter(page for sequence in sequences for page in sequence.pages[group] if page)
+            )

@@ -17,7 +17,8 @@ class PageUpdate:
     page: int
 
 
-@dataclass(frozen=True, slots=True)
+# Made for every row of every step: frozen, it would take three times as long.
+@dataclass(slots=True)
 class PlannedRow:
     """One sequence's share of a step.
 
@@ -29,6 +30,9 @@ class PlannedRow:
       token_ids: their ids; empty for a decode, whose token is on the device.
       samples: the last position samples a token.
       score_from: first position whose next prompt token is to be scored; None for no scoring.
+      admission: which of the sequence's admissions it belongs to, counted from 1.
+      num_drafts: how many of `token_ids`, the last ones, are guesses: the position before each
+        samples too, and the row ends where a sample is not the guess.
     """
 
     sequence: Sequence
@@ -38,6 +42,8 @@ class PlannedRow:
     token_ids: tuple[int, ...]
     samples: bool
     score_from: int | None = None
+    admission: int = 0
+    num_drafts: int = 0
 
     @property
     def is_decode(self) -> bool:
@@ -54,7 +60,7 @@ class PlannedRow:
         """Tokens the row samples at most."""
         if not self.samples:
             return 0
-        return self.num_tokens if self.is_decode else 1
+        return self.num_tokens if self.is_decode else 1 + self.num_drafts
 
 
 @dataclass(slots=True)
@@ -63,8 +69,9 @@ class StepPlan:
 
     Attributes:
       rows: decodes first.
-      admitted: sequences whose row state must be rebuilt before the step.
-      page_updates: entries of the page table that changed.
+      admitted: sequences whose row state, and whose row of the page table, must be rebuilt before
+        the step.
+      page_updates: entries of the page table that changed since.
       num_steps: decode steps in one dispatch; 1 unless every row is a decode.
     """
 
@@ -80,10 +87,15 @@ class StepPlan:
 
     @property
     def is_decode_only(self) -> bool:
-        """Whether the step has no prompt tokens."""
+        """Whether the step has neither prompt tokens nor drafts."""
         return all(row.is_decode for row in self.rows)
 
     @property
     def num_prompt_tokens(self) -> int:
         """Prompt (or recomputed) tokens in the step."""
-        return sum(row.num_tokens for row in self.rows if not row.is_decode)
+        return sum(row.num_tokens for row in self.rows if not (row.is_decode or row.num_drafts))
+
+    @property
+    def num_queries(self) -> int:
+        """Tokens a ragged step computes."""
+        return sum(row.num_queries for row in self.rows)

@@ -6,55 +6,19 @@ A prompt, a chunk of a prompt and a decode are the same thing with different tok
 from __future__ import annotations
 
 import bisect
-from collections.abc import Mapping
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from jaxinfer.scheduler.drafts import Drafts
+from jaxinfer.scheduler.limits import SchedulerLimits
 from jaxinfer.scheduler.page_tables import PageTables
 from jaxinfer.scheduler.plan import PlannedRow, StepPlan
+from jaxinfer.scheduler.prefix_cache import PrefixCache
+from jaxinfer.scheduler.quarantine import Quarantine
 from jaxinfer.scheduler.sequence import Sequence, SequenceFinish, SequenceStatus
 
-
-@dataclass(frozen=True, slots=True)
-class SchedulerLimits:
-    """What one step may hold.
-
-    Attributes:
-      max_num_seqs: sequences running together.
-      max_num_batched_tokens: tokens in a step.
-      max_prefill_chunk_tokens: prompt tokens in a step that also decodes.
-      max_decode_steps_before_prefill: decode-only steps that may be dispatched in bulk, and so
-        pass before a request that arrives meanwhile is looked at.
-      decode_steps: decode steps in one dispatch when nothing waits and at most `bulk_rows` run.
-      pipeline_depth: steps dispatched before the results of the oldest are read, 0 or 1.
-    """
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_prefill_chunk_tokens: int
-    max_decode_steps_before_prefill: int = 8
-    decode_steps: int = 1
-    bulk_rows: int | None = None  # of all rows
-    pipeline_depth: int = 0
-
-    def __post_init__(self) -> None:
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            raise ValueError(
-                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
-                f"max_num_seqs ({self.max_num_seqs}): every running sequence needs a token a step"
-            )
-
-    def bulk_steps(self, num_rows: int) -> int:
-        """Decode steps in one dispatch of so many rows; those in flight stay within the bound."""
-        if self.bulk_rows is not None and num_rows > self.bulk_rows:
-            return 1
-        bound = self.max_decode_steps_before_prefill // (self.pipeline_depth + 1)
-        return max(1, min(self.decode_steps, bound))
-
-    @property
-    def most_tokens_of_a_row(self) -> int:
-        """Tokens of one sequence that one dispatch may compute."""
-        return max(self.max_num_batched_tokens, self.bulk_steps(1))
+MAX_PASSED_OVER = 32
+"""Sequences in one step that others may overtake because their next page is being computed."""
 
 
 @dataclass(slots=True)
@@ -83,14 +47,24 @@ class Scheduler:
 
     `schedule` counts a dispatched token as computed. `update` confirms what the step sampled;
     tokens of sequences that ended meanwhile are dropped there.
+
+    Args:
+      limits: of a step.
+      tables: the pages.
+      cache: finds pages of earlier sequences in them; None to compute everything.
     """
 
-    def __init__(self, limits: SchedulerLimits, tables: PageTables) -> None:
+    def __init__(
+        self, limits: SchedulerLimits, tables: PageTables, cache: PrefixCache | None = None
+    ) -> None:
         self.limits = limits
         self.tables = tables
+        self.cache = cache
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.num_preemptions = 0
+        self.drafts = Drafts(tables, limits.max_tokens_with_drafts)
+        self.quarantine = Quarantine()
         self._free_rows = list(range(limits.max_num_seqs - 1, -1, -1))
         self._arrivals = 0
 
@@ -98,7 +72,7 @@ class Scheduler:
 
     def fits(self, num_tokens: int) -> bool:
         """Whether a sequence of `num_tokens` tokens fits the pool when it is alone."""
-        return self.tables.fits_empty(num_tokens, self.limits.most_tokens_of_a_row)
+        return self.tables.fits_empty(num_tokens, self._reach)
 
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence.
@@ -126,6 +100,11 @@ class Scheduler:
         sequence.status = SequenceStatus.FINISHED
         sequence.finish_reason = sequence.finish_reason or reason
 
+    def clear_prefix_cache(self) -> None:
+        """Forgets all pages of earlier sequences; what now runs leaves none behind either."""
+        if self.cache is not None:
+            self.cache.clear()
+
     @property
     def has_work(self) -> bool:
         """Whether any sequence has not ended."""
@@ -135,36 +114,70 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """Plans the next step, or returns None when nothing can be computed now."""
+        if self.quarantine.advance():
+            self._preempt_all()
+        if self.drafts.is_waited_for(self.running) and not (self.waiting and self._free_rows):
+            return None
         plan = StepPlan(num_steps=self._bulk_steps())
         budget = _Budget(self.limits.max_num_batched_tokens, self.limits.max_num_batched_tokens)
-        preempted = self._plan_decodes(plan, budget)
+        others, preempted = self._plan_decodes(plan, budget)
         if budget.rows:
             budget.prefill_tokens = self.limits.max_prefill_chunk_tokens
-        for sequence in list(self.running):
+        for sequence in others:
             if sequence.status is SequenceStatus.RUNNING and not sequence.is_decoding:
                 preempted |= self._plan_prefill(sequence, plan, budget)
         if not preempted:
             self._admit(plan, budget)
+            self.drafts.add(plan, budget.rows, budget.tokens)
         plan.rows = list(budget.rows.values())
         for row in plan.rows:
             self._advance(row)
         return plan if plan.rows else None
 
     def update(
-        self, plan: StepPlan, sampled: Mapping[str, SequenceOf[int]]
+        self,
+        plan: StepPlan,
+        sampled: Mapping[str, list[int]],
+        not_finite: Collection[str] = (),
     ) -> list[SequenceUpdate]:
-        """Takes the ids a step sampled, by `seq_id`; ends the sequences they complete."""
+        """Takes the ids a step sampled, by `seq_id`; ends the sequences they complete.
+
+        Pages of sequences in `not_finite`, also by `seq_id`, are forgotten.
+        """
         updates = []
         for row in plan.rows:
             sequence = row.sequence
             sequence.num_in_flight -= row.num_sampled
+            if self.quarantine.is_watching:
+                self.quarantine.confirm(row)
             if sequence.status is SequenceStatus.FINISHED:
                 continue
-            token_ids = list(sampled[sequence.seq_id]) if row.samples else []
+            token_ids = sampled[sequence.seq_id] if row.samples else []
             sequence.token_ids.extend(token_ids)
+            if sequence.drafter is not None:
+                self.drafts.settle(row, token_ids)
+            self._confirm(row, len(token_ids), sequence.seq_id not in not_finite)
             self._finish_if_complete(row, token_ids)
             updates.append(SequenceUpdate(sequence, row, token_ids))
         return updates
+
+    def fail(self, failed: StepPlan, lost: Iterable[StepPlan]) -> Sequence | None:
+        """Undoes a step that failed and those dispatched after it; what ran is to run again.
+
+        The cache they left behind is gone, so nothing of it can be reused. Returns the sequence
+        that makes steps fail once it is known; the caller ends it.
+        """
+        for plan in (failed, *lost):
+            for row in plan.rows:
+                sequence = row.sequence
+                sequence.num_in_flight -= row.num_sampled
+                sequence.is_verifying = False
+                if row.score_from is not None:
+                    sequence.num_scored = min(sequence.num_scored, row.score_from)
+        culprit = self.quarantine.fail(failed.rows)
+        self._preempt_all()
+        self.clear_prefix_cache()
+        return culprit
 
     # Planning.
 
@@ -173,27 +186,40 @@ class Scheduler:
         steps = self.limits.bulk_steps(len(self.running))
         if steps == 1 or self.waiting:
             return 1
-        if all(sequence.is_decoding and sequence.steps_in_bulk for sequence in self.running):
+        if all(
+            sequence.is_decoding and sequence.steps_in_bulk and not sequence.has_drafts
+            for sequence in self.running
+        ):
             return steps
         return 1
 
-    def _plan_decodes(self, plan: StepPlan, budget: _Budget) -> bool:
-        preempted = False
+    def _plan_decodes(self, plan: StepPlan, budget: _Budget) -> tuple[list[Sequence], bool]:
+        """Plans what decodes; returns the rest, and whether anything was preempted."""
+        others, preempted = [], False
         for sequence in list(self.running):
             if sequence.status is not SequenceStatus.RUNNING:
                 continue  # preempted by an older one in this very loop
-            if not (sequence.is_decoding and sequence.is_schedulable):
+            steps = sequence.decode_steps(plan.num_steps)
+            if not steps:
+                others.append(sequence)
                 continue
-            steps = min(plan.num_steps, sequence.num_remaining)
-            preempted |= not self._make_room(sequence, sequence.num_computed + steps, budget)
-            if sequence.status is SequenceStatus.RUNNING:
-                plan.page_updates += self.tables.extend(sequence, sequence.num_computed + steps)
-                start = sequence.num_computed
-                budget.rows[sequence.seq_id] = PlannedRow(
-                    sequence, sequence.row, start, steps, (), samples=True
-                )
-                budget.tokens -= 1
-        return preempted
+            start = sequence.num_computed
+            if not self.tables.holds(sequence, start + steps):  # in one step of a page's
+                preempted |= not self._make_room(sequence, start + steps, budget)
+                if sequence.status is not SequenceStatus.RUNNING:
+                    continue
+                plan.page_updates += self.tables.extend(sequence, start + steps)
+            budget.rows[sequence.seq_id] = PlannedRow(
+                sequence,
+                sequence.row,
+                start,
+                steps,
+                (),
+                samples=True,
+                admission=sequence.num_admissions,
+            )
+            budget.tokens -= 1
+        return others, preempted
 
     def _plan_prefill(self, sequence: Sequence, plan: StepPlan, budget: _Budget) -> bool:
         """Plans the next chunk of a prompt; returns whether anything was preempted for it."""
@@ -201,7 +227,6 @@ class Scheduler:
         if count <= 0 or sequence.num_in_flight:
             return False
         start, end = sequence.num_computed, sequence.num_computed + count
-        self.tables.release_outside_window(sequence)
         calm = self._make_room(sequence, end, budget)
         if sequence.status is SequenceStatus.RUNNING:
             plan.page_updates += self.tables.extend(sequence, end)
@@ -213,6 +238,7 @@ class Scheduler:
                 tuple(sequence.token_ids[start:end]),
                 samples=end == len(sequence.token_ids) and sequence.num_remaining > 0,
                 score_from=self._score_from(sequence, start, end),
+                admission=sequence.num_admissions,
             )
             budget.tokens -= count
             budget.prefill_tokens -= count
@@ -226,28 +252,54 @@ class Scheduler:
         return first if first < min(end, sequence.prompt_len - 1) else None
 
     def _admit(self, plan: StepPlan, budget: _Budget) -> None:
-        while self.waiting and self._free_rows and budget.chunk(1) > 0:
-            sequence = self.waiting[0]
-            # What it has, and the token it would sample next.
-            num_tokens = len(sequence.token_ids) + (sequence.num_remaining > 0)
-            fits = self.tables.fits_now(num_tokens, self.limits.most_tokens_of_a_row)
-            # Strictly first come, first served: a smaller request never overtakes.
-            if not fits or sequence.num_in_flight:
+        index = passed_over = 0
+        while index < len(self.waiting) and self._free_rows and budget.chunk(1) > 0:
+            sequence = self.waiting[index]
+            if not self.quarantine.allows(sequence):
+                index += 1
+                continue
+            if sequence.num_in_flight or passed_over == MAX_PASSED_OVER:
                 return
-            self.waiting.pop(0)
+            num_cached = 0 if self.cache is None else self.cache.find(sequence)
+            if num_cached is None:
+                # It starves no more than the one that computes the page, which advances or leaves.
+                index += 1
+                passed_over += 1
+                continue
+            # Otherwise first come, first served: a smaller request never overtakes.
+            if not self._take_pages(sequence, num_cached):
+                return
+            self.waiting.pop(index)
             sequence.status = SequenceStatus.RUNNING
             sequence.row = self._free_rows.pop()
-            sequence.pages = [[] for _ in self.tables.groups]
+            sequence.num_admissions += 1
+            if self.cache is not None:
+                self.cache.admit(sequence)
             self.running.append(sequence)
             plan.admitted.append(sequence)
             self._plan_prefill(sequence, plan, budget)
+
+    def _take_pages(self, sequence: Sequence, num_cached: int) -> bool:
+        """Gives a waiting sequence its first pages from the cache, if the rest fits too."""
+        sequence.pages = [[] for _ in self.tables.groups]
+        if self.cache is not None:
+            self.cache.take(sequence, num_cached)
+        # What it has, and the token it would sample next.
+        num_tokens = len(sequence.token_ids) + (sequence.num_remaining > 0)
+        if not self.tables.fits_now(sequence, num_tokens, self._reach):
+            self.tables.release(sequence)
+            return False
+        sequence.num_computed = sequence.num_confirmed = num_cached * self.tables.page_size
+        return True
 
     def _make_room(self, sequence: Sequence, num_tokens: int, budget: _Budget) -> bool:
         """Preempts the newest until `sequence` can hold `num_tokens`; False if it had to.
 
         The oldest is never preempted by another, so it always advances: nothing starves.
         """
-        self.tables.release_outside_window(sequence)
+        # Pages that are to be published are kept until what is in them is certain.
+        position = sequence.num_computed if self.cache is None else sequence.num_confirmed
+        self.tables.release_outside_window(sequence, position)
         calm = True
         while not self.tables.can_extend(sequence, num_tokens):
             newest = max(self.running, key=lambda other: other.order)
@@ -266,7 +318,18 @@ class Scheduler:
         self.num_preemptions += 1
         self._enqueue(sequence)
 
+    def _preempt_all(self) -> None:
+        nothing_planned = _Budget(0, 0)
+        for sequence in list(self.running):
+            self._preempt(sequence, nothing_planned)
+
     # Bookkeeping.
+
+    @property
+    def _reach(self) -> int:
+        """Tokens by which a sequence computes ahead of where its window lets go of pages."""
+        unconfirmed = 0 if self.cache is None else self.limits.pipeline_depth
+        return self.limits.most_tokens_of_a_row * (1 + unconfirmed)
 
     def _advance(self, row: PlannedRow) -> None:
         sequence = row.sequence
@@ -274,6 +337,22 @@ class Scheduler:
         sequence.num_in_flight += row.num_sampled
         if row.score_from is not None:
             sequence.num_scored = sequence.num_computed
+
+    def _confirm(self, row: PlannedRow, num_sampled: int, is_finite: bool) -> None:
+        """Takes note of how far a sequence was computed, and publishes pages that are full."""
+        sequence = row.sequence
+        if not is_finite and self.cache is not None:
+            self.cache.distrust(sequence)
+        if row.admission != sequence.num_admissions or sequence.status is SequenceStatus.WAITING:
+            return  # preempted since: it has other pages, or none
+        # The last token that was sampled is not computed yet.
+        known = len(sequence.token_ids) - (num_sampled > 0)
+        confirmed = min(row.start + row.num_tokens, known)
+        page_size = self.tables.page_size
+        has_new_page = confirmed // page_size > sequence.num_confirmed // page_size
+        sequence.num_confirmed = confirmed
+        if self.cache is not None and has_new_page:
+            self.cache.publish(sequence)
 
     def _finish_if_complete(self, row: PlannedRow, token_ids: list[int]) -> None:
         sequence, stop = row.sequence, row.sequence.stop
@@ -292,14 +371,18 @@ class Scheduler:
 
     def _vacate(self, sequence: Sequence) -> None:
         """Takes the row and the pages back; everything is recomputed when it runs again."""
+        if self.cache is not None:
+            self.cache.leave(sequence)
         self.tables.release(sequence)
         self._free_rows.append(sequence.row)
         sequence.row = -1
-        sequence.num_computed = 0
+        sequence.num_computed = sequence.num_confirmed = 0
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless pages and rows add up."""
         self.tables.check_integrity(self.running)
+        if self.cache is not None:
+            self.cache.check_integrity(self.running)
         rows = [sequence.row for sequence in self.running]
         assert sorted(rows + self._free_rows) == list(range(self.limits.max_num_seqs))
         assert self.waiting == sorted(self.waiting, key=lambda sequence: sequence.order)

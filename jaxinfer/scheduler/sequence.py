@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
 
+from jaxinfer.scheduler.ngram import NgramDrafter
+
 SequenceFinish = Literal["stop", "length", "abort", "error"]
 
 
@@ -50,9 +52,17 @@ class Sequence:
       priority: lower runs first.
       score_prompt: prompt log-probabilities are wanted.
       steps_in_bulk: several decode steps may be dispatched as one (no stop strings).
+      drafter: guesses what comes next; None where nothing is to be guessed.
+      cache_salt: sequences share cached pages only with those that have the same.
+      num_confirmed: positions of [0, num_computed) whose computation the host has seen succeed.
       num_scored: prompt positions whose log-probabilities were already dispatched.
       pages: physical page per logical page, for each KV group; 0 where a window has moved past.
       row: the slot in the device's row state while running.
+      is_verifying: a step with drafts of it is in flight: how far it gets is not known yet.
+      num_admissions: how often it began to run.
+      num_cached: tokens that were in the prefix cache when it first began to run.
+      page_keys: keys of its first full pages, as far as they were needed.
+      awaited_key: key of the page that it waits for another sequence to compute.
     """
 
     seq_id: str
@@ -62,16 +72,24 @@ class Sequence:
     priority: int = 0
     score_prompt: bool = False
     steps_in_bulk: bool = True
+    drafter: NgramDrafter | None = None
+    cache_salt: bytes = b""
     arrival: int = 0
     num_computed: int = 0
+    num_confirmed: int = 0
     num_in_flight: int = 0
     num_scored: int = 0
     pages: list[list[int]] = field(default_factory=list)
     row: int = -1
+    is_verifying: bool = False
     status: SequenceStatus = SequenceStatus.WAITING
     finish_reason: SequenceFinish | None = None
     stop_token: int | None = None
     num_preemptions: int = 0
+    num_admissions: int = 0
+    num_cached: int = 0
+    page_keys: list[bytes] = field(default_factory=list)
+    awaited_key: bytes | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -93,9 +111,25 @@ class Sequence:
         """Whether only its last sampled token is left to compute."""
         return self.num_output_tokens > 0 and self.num_computed == self.num_tokens - 1
 
+    def decode_steps(self, most: int) -> int:
+        """Decode steps that can be planned now, `most` at most; 0 unless it is decoding."""
+        # Asked of every row in every step: the properties would take three times as long.
+        num_tokens = len(self.token_ids) + self.num_in_flight
+        num_output = num_tokens - self.prompt_len
+        if num_output <= 0 or self.num_computed != num_tokens - 1 or self.is_verifying:
+            return 0
+        return max(0, min(most, self.stop.max_tokens - num_output))
+
+    @property
+    def has_drafts(self) -> bool:
+        """Whether there are guesses for more than one of the tokens to be sampled."""
+        return self.drafter is not None and self.num_remaining > 1 and self.drafter.has_drafts
+
     @property
     def is_schedulable(self) -> bool:
-        """Whether anything is left to compute."""
+        """Whether anything is left to compute, and known."""
+        if self.is_verifying:
+            return False
         if self.num_computed < self.prompt_len:
             return True
         return self.num_computed < self.num_tokens and self.num_remaining > 0

@@ -39,6 +39,7 @@ def _add_routes(router: web.UrlDispatcher) -> None:
     for prefix in ("/v1", ""):
         router.add_post(f"{prefix}/chat/completions", handlers.chat_completions)
         router.add_post(f"{prefix}/completions", handlers.completions)
+        router.add_post(f"{prefix}/reset_prefix_cache", info.reset_prefix_cache)
         router.add_get(f"{prefix}/models", info.list_models)
         router.add_get(prefix + "/models/{id:.+}", info.get_model)
     router.add_get("/health", info.ready)

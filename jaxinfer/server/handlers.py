@@ -148,6 +148,7 @@ def _admit(
             prompt_token_ids=tuple(prompt_ids),
             params=replace(params, seed=seed),
             priority=options.priority,
+            cache_salt=options.cache_salt,
             arrival_time=time.monotonic(),
         )
         try:

@@ -41,6 +41,13 @@ async def metrics(request: web.Request) -> web.Response:
     )
 
 
+async def reset_prefix_cache(request: web.Request) -> web.Response:
+    """POST /reset_prefix_cache: requests that come after the answer find nothing cached."""
+    request.app[LIFECYCLE].check_ready()
+    request.app[ENGINE].clear_prefix_cache()
+    return _json({"status": "ok"})
+
+
 async def list_models(request: web.Request) -> web.Response:
     """GET /v1/models."""
     request.app[LIFECYCLE].check_ready()

@@ -178,7 +178,15 @@ class _EngineCollector(Collector):
             ("num_preemptions", "Sequences preempted and recomputed.", stats.num_preemptions),
             ("prompt_tokens", "Prompt tokens processed.", stats.prompt_tokens),
             ("generation_tokens", "Tokens generated.", stats.generation_tokens),
-        )
+            ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.",
+             stats.prefix_cache_queries),
+            ("prefix_cache_hits", "Prompt tokens found in the prefix cache.",
+             stats.prefix_cache_hits),
+            ("spec_decode_num_drafts", "Verifications of drafts.", stats.num_drafts),
+            ("spec_decode_num_draft_tokens", "Tokens guessed.", stats.num_draft_tokens),
+            ("spec_decode_num_accepted_tokens", "Tokens guessed right.",
+             stats.num_accepted_tokens),
+        )  # fmt: skip
         for metric, about, value in gauges:
             gauge = GaugeMetricFamily(f"vllm:{metric}", about, labels=["model_name"])
             gauge.add_metric([name], value)
@@ -201,3 +209,7 @@ class _EngineCollector(Collector):
         compilations.add_metric(["after_warmup"], stats.num_compilations_after_warmup)
         yield compilations
         yield CounterMetricFamily("jaxinfer_steps", "Engine steps.", value=stats.steps)
+        yield CounterMetricFamily(
+            "jaxinfer_failed_steps", "Engine steps that failed and were repaired.",
+            value=stats.failed_steps,
+        )  # fmt: skip

@@ -43,6 +43,7 @@ class GenerationOptions:
       return_token_ids: choices carry token ids.
       add_special_tokens: whether tokenizing adds them; None leaves it to the endpoint.
       priority: smaller is scheduled earlier.
+      cache_salt: cached prefixes are shared only with requests that send the same.
     """
 
     model: str | None
@@ -53,6 +54,7 @@ class GenerationOptions:
     return_token_ids: bool
     add_special_tokens: bool | None
     priority: int
+    cache_salt: str | None
 
 
 def _read_stop(value: Any, path: str) -> tuple[str, ...]:
@@ -103,6 +105,7 @@ _SAMPLING = {
     "ignore_eos": Field(boolean),
     "include_stop_str_in_output": Field(boolean),
     "skip_special_tokens": Field(boolean),
+    "speculation": Field(boolean),
 }
 
 _CONSTRAINED_DECODING = dict.fromkeys(
@@ -173,7 +176,6 @@ _WITHOUT_EFFECT = {
     "prediction": ignored(json_object),
     "prompt_cache_key": ignored(string()),
     "prompt_cache_retention": ignored(string()),
-    "cache_salt": ignored(string()),
     "moderation": ignored(anything),
     "truncation_side": ignored(string()),
     "spaces_between_special_tokens": ignored(boolean),
@@ -201,6 +203,7 @@ SHARED: Mapping[str, Field] = {
     "return_token_ids": Field(boolean),
     "add_special_tokens": Field(boolean),
     "priority": Field(integer(INT64_MIN, INT64_MAX)),
+    "cache_salt": Field(string()),
     **_SAMPLING,
     **_CONSTRAINED_DECODING,
     **_OTHER_SAMPLERS,
@@ -260,6 +263,7 @@ def generation_options(
         return_token_ids=values.get("return_token_ids", False),
         add_special_tokens=values.get("add_special_tokens"),
         priority=values.get("priority", 0),
+        cache_salt=values.get("cache_salt"),
     )
 
 

@@ -27,6 +27,8 @@ _LAST_EVENTS_S = 2.0
 """How long requests get to tell their clients that the engine died."""
 _LAST_HANDLERS_S = 1.0
 """How long handlers get that were not yet generating when draining began."""
+_LAST_STEP_S = 10.0
+"""How long the engine gets to end the step it is in, once nobody waits for its results."""
 
 EXIT_OK = 0
 EXIT_FAILURE = 1
@@ -60,11 +62,23 @@ async def run(app: web.Application, config: ServerConfig) -> int:
     exit_code = await _supervise(app[LIFECYCLE], app[ENGINE], config, stopping)
     if app[ENGINE].state == "loading":
         # A thread inside XLA's compiler cannot be stopped, and would keep the process alive.
-        sys.stderr.flush()
-        os._exit(exit_code)
+        _exit_now(exit_code)
     server.close()
-    await runner.cleanup()
+    try:
+        async with asyncio.timeout(_LAST_STEP_S):
+            await runner.cleanup()
+    except TimeoutError:
+        _log.error("the engine did not end its last step within %g s", _LAST_STEP_S)
+        _exit_now(EXIT_FAILURE)
+    if app[ENGINE].is_hung:
+        _exit_now(exit_code)
     return exit_code
+
+
+def _exit_now(exit_code: int) -> None:
+    """Ends the process although a thread is in a call that may never return."""
+    sys.stderr.flush()
+    os._exit(exit_code)
 
 
 async def _supervise(

@@ -17,8 +17,10 @@ from jaxinfer.outputs import RequestOutput
 from jaxinfer.request import EngineRequest
 from jaxinfer.runner.loader import init_random, make_abstract_model
 from jaxinfer.sampling_params import SamplingParams
+from jaxinfer.scheduler.limits import SchedulerLimits
 from jaxinfer.scheduler.page_tables import GroupSpec, PageTables
-from jaxinfer.scheduler.scheduler import Scheduler, SchedulerLimits
+from jaxinfer.scheduler.prefix_cache import PrefixCache
+from jaxinfer.scheduler.scheduler import Scheduler
 from jaxinfer.startup import assemble_engine
 from jaxinfer.testing import byte_tokenizer
 
@@ -76,7 +78,9 @@ def _compiled_runner(model_type, tensor_parallel):
     return assemble_engine(config, model, groups, byte_tokenizer(), frozenset({EOS})).runner
 
 
-def new_engine(runner, groups, num_pages=NUM_PAGES, max_queued_requests=512, **limits):
+def new_engine(
+    runner, groups, num_pages=NUM_PAGES, max_queued_requests=512, prefix_cache=False, **limits
+):
     """An engine of its own around a compiled runner; it may use less than the runner could."""
     settings = {
         "max_num_seqs": runner.config.max_num_seqs,
@@ -85,7 +89,8 @@ def new_engine(runner, groups, num_pages=NUM_PAGES, max_queued_requests=512, **l
     }
     settings.setdefault("max_prefill_chunk_tokens", max(1, settings["max_num_batched_tokens"] // 2))
     tables = PageTables([GroupSpec(num_pages + 1, group.window) for group in groups], PAGE_SIZE)
-    scheduler = Scheduler(SchedulerLimits(**settings), tables)
+    cache = PrefixCache(tables) if prefix_cache else None
+    scheduler = Scheduler(SchedulerLimits(**settings), tables, cache)
     return Engine(runner, scheduler, byte_tokenizer(), frozenset({EOS}), max_queued_requests)
 
 

@@ -2,18 +2,15 @@
 
 import dataclasses
 
-import jax
 import numpy as np
 import pytest
 from engine.builders import (
     EOS,
     VOCAB_SIZE,
     assert_idle,
-    compiled_runner,
     run_requests,
     tiny_model,
 )
-from flax import nnx
 
 from jaxinfer.config import EngineConfig
 from jaxinfer.outputs import RequestOutput
@@ -111,22 +108,6 @@ def test_a_full_queue_refuses_the_excess_and_nothing_else(make_engine, prompt):
 
 
 # NaN.
-
-
-@pytest.fixture
-def poisoned(monkeypatch):
-    """The token whose embedding is NaN in the shared runner during a test."""
-    token = 200
-    runner = compiled_runner()
-    state = nnx.split(tiny_model()[0])[1]
-    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
-    (index,) = [index for index, path in enumerate(paths) if "embed" in path]
-    params = list(runner._params)
-    broken = np.asarray(params[index]).copy()
-    broken[token] = np.nan
-    params[index] = jax.device_put(broken, params[index].sharding)
-    monkeypatch.setattr(runner, "_params", tuple(params))
-    return token
 
 
 NEIGHBOURS = [

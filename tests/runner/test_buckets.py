@@ -12,11 +12,14 @@ limits = st.one_of(st.integers(1, 40), st.integers(1, 1 << 17))
     seqs=limits,
     extra=limits,
     bulk=st.one_of(st.integers(0, 3), limits),
+    verifies=st.booleans(),
 )
-def test_ladders(platform, seqs, extra, bulk):
+def test_ladders(platform, seqs, extra, bulk, verifies):
     budget = seqs - 1 + extra
-    ladders = make_ladders(platform, seqs, budget, bulk)
-    first_rows, first_tokens = (2, max(2, min(64, budget))) if platform == "cpu" else (1, 16)
+    ladders = make_ladders(platform, seqs, budget, bulk, verifies)
+    first_rows, first_tokens = 1, 16
+    if platform == "cpu":
+        first_rows, first_tokens = 2, max(2, min(16 if verifies else 64, budget))
     for ladder, limit, smallest in [
         (ladders.decode, seqs, first_rows),
         (ladders.tokens, budget, first_tokens),
@@ -56,6 +59,7 @@ def test_the_usual_ladders():
     assert make_ladders("cpu", 32, 512).decode == (2, 8, 32)
     assert make_ladders("cpu", 32, 512).tokens == (64, 256, 512)
     assert make_ladders("cpu", 32, 512, 2) == Ladders((2, 8, 32), (64, 256, 512), (2,))
+    assert make_ladders("cpu", 32, 256, 2, True) == Ladders((2, 8, 32), (16, 64, 256), (2,))
     assert make_ladders("cpu", 32, 512, 32) == Ladders((2, 32), (64, 256, 512), (2, 32))
     assert make_ladders("gpu", 32, 4096).decode == (1, 2, 4, 8, 16, 32)
     assert make_ladders("gpu", 32, 4096).tokens == (16, 64, 256, 1024, 4096)

@@ -8,9 +8,11 @@ from hypothesis import strategies as st
 from jaxinfer.runner.buckets import make_ladders
 from jaxinfer.runner.inputs import StepBuffer, logit_rows
 from jaxinfer.runner.step_layout import decode_layout, ragged_layout
+from jaxinfer.scheduler.limits import SchedulerLimits
+from jaxinfer.scheduler.ngram import NgramDrafter
 from jaxinfer.scheduler.page_tables import GroupSpec, PageTables
 from jaxinfer.scheduler.plan import PageUpdate, PlannedRow, StepPlan
-from jaxinfer.scheduler.scheduler import Scheduler, SchedulerLimits
+from jaxinfer.scheduler.scheduler import Scheduler
 from jaxinfer.scheduler.sequence import Sequence, SequenceStatus, StopRule
 
 LOGIT_BLOCK = 8
@@ -71,7 +73,22 @@ def check_ragged(packed, layout, plan, wants_top, dummy_row, table_shape):
     packed_logits = zip(views["logit_index"].tolist(), views["logit_target"].tolist(), strict=True)
     assert list(packed_logits)[: len(logits)] == logits
     assert len({index for index, _ in logits}) == len(logits)
+    check_drafts(views, plan)
     check_page_updates(views, plan, table_shape)
+
+
+def check_drafts(views, plan):
+    """Each draft lies at the logit row before its own, and the rows of one sequence know theirs."""
+    drafts, firsts = [], []
+    for row in plan.rows:
+        count = len(logit_rows(row))
+        ids = list(row.token_ids[-row.num_drafts :]) if row.num_drafts else []
+        assert not ids or count == len(ids) + 1
+        firsts += [len(firsts)] * count if ids else range(len(firsts), len(firsts) + count)
+        drafts += ids + [-1] * (count - len(ids))
+    assert views["logit_draft"][: len(drafts)].tolist() == drafts
+    assert np.all(views["logit_draft"][len(drafts) :] == -1)
+    assert views["logit_first"][: len(firsts)].tolist() == firsts
 
 
 def random_plan(rng, decode_only):
@@ -88,6 +105,8 @@ def random_plan(rng, decode_only):
         score_from = None
         if not is_decode and rng.random() < 0.5 and start < len(prompt) - 1:
             score_from = int(rng.integers(start, min(start + length, len(prompt) - 1)))
+        samples = is_decode or len(prompt) == start + length
+        verifies = not is_decode and samples and score_from is None and rng.random() < 0.7
         planned.append(
             PlannedRow(
                 sequence,
@@ -95,8 +114,9 @@ def random_plan(rng, decode_only):
                 start,
                 length if not is_decode or decode_only else 1,
                 () if is_decode else ids,
-                samples=is_decode or len(prompt) == start + length,
+                samples=samples,
                 score_from=score_from,
+                num_drafts=length - 1 if verifies else 0,
             )
         )
     updates = [
@@ -153,7 +173,13 @@ class Packer:
     def __init__(self, limits, num_groups, page_size, max_model_len):
         self.limits = limits
         bulk = limits.max_num_seqs if limits.decode_steps > 1 else 0
-        self.ladders = make_ladders("cpu", limits.max_num_seqs, limits.max_num_batched_tokens, bulk)
+        self.ladders = make_ladders(
+            "cpu",
+            limits.max_num_seqs,
+            limits.max_num_batched_tokens,
+            bulk,
+            limits.num_draft_tokens > 0,
+        )
         self.table_shape = (num_groups, limits.max_num_seqs + 1, -(-max_model_len // page_size))
         self.buffers = {}
         for rung in self.ladders.decode:
@@ -175,7 +201,7 @@ class Packer:
             packed = buffer.fill_decode(plan, True)
             check_decode(packed, buffer.layout, plan, True, dummy_row, self.table_shape)
         else:
-            rung = self.ladders.token_rung(plan.num_decodes + plan.num_prompt_tokens)
+            rung = self.ladders.token_rung(plan.num_queries)
             buffer = self.buffers["ragged", rung, 1]
             packed = buffer.fill_ragged(plan, True)
             check_ragged(packed, buffer.layout, plan, True, dummy_row, self.table_shape)
@@ -186,9 +212,12 @@ def sampled_by(plan, rng):
     sampled = {}
     for row in plan.rows:
         ids = []
-        for _ in range(row.num_tokens if row.is_decode else 1):
+        for index in range(row.num_sampled):
             ids.append(int(rng.integers(0, 30)))
-            if ids[-1] in row.sequence.stop.stop_ids:
+            if index < row.num_drafts and rng.random() < 0.7:
+                ids[-1] = row.token_ids[index + 1]
+            is_wrong = index < row.num_drafts and ids[-1] != row.token_ids[index + 1]
+            if is_wrong or ids[-1] in row.sequence.stop.stop_ids:
                 break
         sampled[row.sequence.seq_id] = ids
     return sampled
@@ -204,9 +233,10 @@ def sampled_by(plan, rng):
     decode_steps=st.sampled_from([1, 5]),
     depth=st.integers(0, 1),
     spare=st.integers(0, 40),
+    num_drafts=st.sampled_from([0, 3, 9]),
 )
 def test_every_plan_of_the_scheduler_has_room(
-    windows, seed, page_size, max_num_seqs, extra_budget, decode_steps, depth, spare
+    windows, seed, page_size, max_num_seqs, extra_budget, decode_steps, depth, spare, num_drafts
 ):
     rng = np.random.default_rng(seed)
     longest = 48
@@ -217,6 +247,8 @@ def test_every_plan_of_the_scheduler_has_room(
         max_prefill_chunk_tokens=int(rng.integers(1, budget + 1)),
         decode_steps=decode_steps,
         pipeline_depth=depth,
+        num_draft_tokens=num_drafts,
+        max_tokens_with_drafts=16,
     )
     num_pages = 2 + -(-longest // page_size) + spare // page_size
     tables = PageTables([GroupSpec(num_pages, window) for window in windows], page_size)
@@ -224,7 +256,8 @@ def test_every_plan_of_the_scheduler_has_room(
     packer = Packer(limits, len(windows), page_size, longest)
     sequences = []
     for index in range(int(rng.integers(1, 14))):
-        prompt = rng.integers(0, 99, rng.integers(1, 30)).tolist()
+        speculates = num_drafts > 0 and rng.random() < 0.7
+        prompt = rng.integers(0, 5 if speculates else 99, rng.integers(1, 30)).tolist()
         sequences.append(
             Sequence(
                 f"s{index}",
@@ -234,6 +267,7 @@ def test_every_plan_of_the_scheduler_has_room(
                 priority=int(rng.integers(0, 2)),
                 score_prompt=bool(rng.random() < 0.4),
                 steps_in_bulk=bool(rng.random() < 0.7),
+                drafter=NgramDrafter(num_drafts, prompt) if speculates else None,
             )
         )
     arrivals = sorted(rng.integers(0, 25, len(sequences)).tolist())

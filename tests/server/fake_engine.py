@@ -22,7 +22,7 @@ class FakeAsyncEngine(AsyncEngine):
 
     Attributes a test may set: `text`; `gate`, which holds every token back while clear; `fault`,
     an exception raised or a finish reason sent after `fault_after` tokens; `refusal`, what
-    `check` raises; `load_error`.
+    `check` raises; `load_error`; `num_cached`, tokens of each prompt found in the prefix cache.
     """
 
     # These are properties of the real engine, which reads them from the loaded model.
@@ -50,6 +50,11 @@ class FakeAsyncEngine(AsyncEngine):
         self.aborted = []
         self.finished = {}
         self.totals = [0, 0]
+        self.num_cached = 0
+        self.num_clears = 0
+
+    def clear_prefix_cache(self):
+        self.num_clears += 1
 
     def check(self, request):
         if self.refusal is not None:
@@ -70,7 +75,10 @@ class FakeAsyncEngine(AsyncEngine):
             raise EngineDeadError("loading")
         used = len(self.running)
         return EngineStats(
-            used, 0, 100, 100 - used, 0, *self.totals, 0, self.totals[1], dict(self.finished)
+            *(used, 0, 100, 100 - used, 0, *self.totals, 0, self.totals[1]),
+            finished=dict(self.finished),
+            prefix_cache_queries=self.totals[0],
+            prefix_cache_hits=self.num_cached * len(self.requests),
         )
 
     async def generate(self, request):
@@ -119,6 +127,7 @@ class FakeAsyncEngine(AsyncEngine):
 class _Row:
     def __init__(self, engine, request, index):
         self.request, self.index, self.params = request, index, request.params
+        self.num_cached = 0 if index else engine.num_cached
         self.tokens = iter([*engine.text.encode(), EOS])
         if self.params.ignore_eos:
             self.tokens = iter(engine.text.encode() * 1000)
@@ -145,6 +154,7 @@ class _Row:
             self.index,
             finish_reason="length",
             prompt_logprobs=self._prompt_logprobs(),
+            num_cached_tokens=self.num_cached,
         )
 
     def step(self):
@@ -171,6 +181,7 @@ class _Row:
             finish_reason=finish,
             stop_reason=stop_reason,
             prompt_logprobs=self._prompt_logprobs(),
+            num_cached_tokens=self.num_cached,
         )
 
 

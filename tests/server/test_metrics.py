@@ -1,6 +1,7 @@
 """What /metrics says, and what it never says."""
 
 import asyncio
+import dataclasses
 
 from prometheus_client.parser import text_string_to_metric_families
 from server.fake_engine import chat, until
@@ -49,6 +50,29 @@ async def test_counters_agree_with_the_usage_of_replies(server):
     assert value(samples, "vllm:request_params_n_sum", **tiny) == 4
     assert value(samples, "xla_compilations_total", phase="after_warmup") == 0
     assert any(name == "process_resident_memory_bytes" for name, _ in samples)
+
+
+async def test_the_prefix_cache_is_counted_in_tokens(server, engine):
+    engine.num_cached = 3
+    usages = [(await server.post(CHAT, chat(n=n)))[1]["usage"] for n in (1, 2)]
+    samples = await scrape(server)
+    queries = value(samples, "vllm:prefix_cache_queries_total", model_name="tiny")
+    assert queries == sum(usage["prompt_tokens"] for usage in usages)
+    hits = value(samples, "vllm:prefix_cache_hits_total", model_name="tiny")
+    assert hits == 6 == sum(usage["prompt_tokens_details"]["cached_tokens"] for usage in usages)
+
+
+async def test_drafts_are_counted(server, engine, monkeypatch):
+    stats = dataclasses.replace(
+        engine.stats(), num_drafts=3, num_draft_tokens=12, num_accepted_tokens=7
+    )
+    monkeypatch.setattr(engine, "stats", lambda: stats)
+    samples = await scrape(server)
+    counts = [
+        value(samples, f"vllm:spec_decode_num_{name}_total", model_name="tiny")
+        for name in ("drafts", "draft_tokens", "accepted_tokens")
+    ]
+    assert counts == [3, 12, 7]
 
 
 async def test_gauges_show_running_requests(server, engine):

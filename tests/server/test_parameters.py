@@ -62,6 +62,7 @@ RANGES = {
     "ignore_eos": ([True, False], [(1, TYPE), ("true", TYPE)]),
     "include_stop_str_in_output": ([True], [(0, TYPE)]),
     "skip_special_tokens": ([False], [("no", TYPE)]),
+    "speculation": ([True, False], [("ngram", TYPE), (1, TYPE)]),
     "return_token_ids": ([True], [(1, TYPE)]),
     "add_special_tokens": ([True], [(1, TYPE)]),
     "logit_bias": (
@@ -73,6 +74,7 @@ RANGES = {
         + [({"1": 101}, HIGH), ({"1": -101}, LOW), ({"1": None}, TYPE), ({"1": "5"}, TYPE)]
         + [([], TYPE), ({str(i): 0 for i in range(301)}, None)],
     ),
+    "cache_salt": (["mine"], [(5, TYPE)]),
     "user": (["me"], [(5, TYPE)]),
     "metadata": ([{}], [("x", TYPE)]),
     "store": ([True], [("x", TYPE)]),

@@ -165,6 +165,35 @@ async def test_a_failed_load_is_exit_1(process, engine, capsys, error, has_trace
     assert ("Traceback" in message) == has_traceback
 
 
+async def test_a_hung_engine_is_exit_1_though_its_thread_lives(process, engine, monkeypatch):
+    codes = []
+    monkeypatch.setattr(serving.os, "_exit", codes.append)
+    task, server = await process()
+    await until(lambda: engine.state == "ready")
+    engine.is_hung, engine.state = True, "dead"
+    assert (await server.get("/health"))[0] == 503
+    async with asyncio.timeout(2):
+        await task
+    assert codes == [1]
+
+
+async def test_an_engine_that_does_not_end_its_step_is_not_waited_for(process, engine, monkeypatch):
+    codes, ended = [], asyncio.Event()
+
+    async def shutdown(timeout=0.0):
+        await ended.wait()
+
+    monkeypatch.setattr(engine, "shutdown", shutdown)
+    monkeypatch.setattr(serving.os, "_exit", codes.append)
+    monkeypatch.setattr(serving, "_LAST_STEP_S", 0.2)
+    task, _ = await process(shutdown_timeout=0.0)
+    await until(lambda: engine.state == "ready")
+    stop()
+    async with asyncio.timeout(2):
+        await task
+    assert codes == [1]
+
+
 async def test_a_dead_engine_is_exit_1(process, engine):
     task, _ = await process()
     await until(lambda: engine.state == "ready")

@@ -1,0 +1,51 @@
+"""How much one step may hold, and how far ahead of its results steps are planned."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """What one step may hold.
+
+    Attributes:
+      max_num_seqs: sequences running together.
+      max_num_batched_tokens: tokens in a step.
+      max_prefill_chunk_tokens: prompt tokens in a step that also decodes.
+      max_decode_steps_before_prefill: decode-only steps that may be dispatched in bulk, and so
+        pass before a request that arrives meanwhile is looked at.
+      decode_steps: decode steps in one dispatch when nothing waits and at most `bulk_rows` run.
+      pipeline_depth: steps dispatched before the results of the oldest are read, 0 or 1.
+      num_draft_tokens: drafts of one row at most; 0 for no speculation.
+      max_tokens_with_drafts: tokens up to which a step may have drafts.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_prefill_chunk_tokens: int
+    max_decode_steps_before_prefill: int = 8
+    decode_steps: int = 1
+    bulk_rows: int | None = None  # of all rows
+    pipeline_depth: int = 0
+    num_draft_tokens: int = 0
+    max_tokens_with_drafts: int = 0
+
+    def __post_init__(self) -> None:
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
+                f"max_num_seqs ({self.max_num_seqs}): every running sequence needs a token a step"
+            )
+
+    def bulk_steps(self, num_rows: int) -> int:
+        """Decode steps in one dispatch of so many rows; those in flight stay within the bound."""
+        if self.bulk_rows is not None and num_rows > self.bulk_rows:
+            return 1
+        bound = self.max_decode_steps_before_prefill // (self.pipeline_depth + 1)
+        return max(1, min(self.decode_steps, bound))
+
+    @property
+    def most_tokens_of_a_row(self) -> int:
+        """Tokens of one sequence that one dispatch may compute."""
+        return max(self.max_num_batched_tokens, self.bulk_steps(1))
