@@ -166,23 +166,26 @@ def transformers(model: str, concurrency: int) -> Generate:
 
 
 def mistralrs(model: str, concurrency: int) -> Generate:
-    """Runs mistral.rs, which takes no ids: a chat of about as many tokens, no prefix cache."""
-    from mistralrs import ChatCompletionRequest, Runner, Which
+    """Runs mistral.rs, which takes no ids: a text of as many tokens, without the prefix cache.
+
+    It goes on by itself: this interface cannot ignore an end of the text.
+    """
+    from mistralrs import CompletionRequest, Runner, Which
 
     path = Path(model).resolve()
     source = Which.GGUF(quantized_model_id=str(path.parent), quantized_filename=path.name)
     runner = Runner(which=source, max_seqs=1, prefix_cache_n=0)
-    template_tokens = 31  # the system prompt and the marks of SmolLM2's template
 
     def generate(prompts: list[list[int]], new_tokens: int) -> None:
-        words = " one" * max(1, len(prompts[0]) - template_tokens)
-        request = ChatCompletionRequest(
+        numbers = (" one", " two", " three")
+        text = "".join(numbers[i % 3] for i in range(len(prompts[0])))
+        request = CompletionRequest(
             model="any",
-            messages=[{"role": "user", "content": words}],
+            prompt=text,
             max_tokens=new_tokens,
             temperature=0.0,
         )
-        _check(runner.send_chat_completion_request(request).usage.completion_tokens, new_tokens)
+        _check(runner.send_completion_request(request).usage.completion_tokens, new_tokens)
 
     return generate
 
