@@ -181,8 +181,9 @@ def test_a_refusal_is_no_fault(engine, prompt):
 def test_text_that_cannot_be_made_ends_one_completion(
     engine, run, prompt, monkeypatch, caplog, patched, after
 ):
-    requests = [(prompt(9, 1), {"n": 3, "seed": 5, "max_tokens": 8, "ignore_eos": True})]
-    requests += requests_of(prompt, 3)
+    # Only what may hold a stop string is looked at for one.
+    options = {"n": 3, "seed": 5, "max_tokens": 8, "ignore_eos": True, "stop": ["no such text"]}
+    requests = [(prompt(9, 1), options), *requests_of(prompt, 3)]
     expected = run(engine, requests)
     pushes = Counter()
     push = patched.push
