@@ -122,6 +122,11 @@ class EngineConfig:
         "ngram: guess tokens from what followed the same ones before, and verify several at once; "
         "the text is the same. Pays where outputs repeat the prompt",
     )
+    deterministic: bool = _flag(
+        False,
+        "a request's text and log-probabilities depend on nothing but itself, to the last bit: not "
+        "on what else runs, what is cached or what came before; slower",
+    )
     num_draft_tokens: int = _flag(15, "tokens guessed at once for a sequence, with --speculation")
     tensor_parallel: int = _flag(1, "devices that share each layer")
     allow_fewer_devices: bool = _flag(
@@ -197,6 +202,19 @@ class EngineConfig:
                 value,
                 "contradicts exact, which means float32; leave one of them out",
             )
+        _require(
+            not self.deterministic or self.speculation == "off",
+            "speculation",
+            self.speculation,
+            "excludes deterministic: verified drafts round otherwise than single tokens; leave one "
+            "of them out",
+        )
+        _require(
+            not self.deterministic or self.decode_steps in (None, 1),
+            "decode_steps",
+            self.decode_steps,
+            "must be 1 with deterministic: all decodes run in one program; leave one of them out",
+        )
         budget = self.max_num_batched_tokens
         if budget is None:
             return

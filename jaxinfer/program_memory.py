@@ -38,6 +38,7 @@ def program_bytes(
         token_budget(config, "cpu"),
         bulk_rows if steps > 1 else 0,
         config.speculation != "off",
+        config.deterministic,
     )
     num_programs = len(ladders.decode) + len(ladders.bulk) + len(ladders.tokens)
     each = CPU_PROGRAM_BYTES + CPU_LAYER_PROGRAM_BYTES[layers] * model.num_layers

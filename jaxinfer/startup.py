@@ -26,7 +26,13 @@ from jaxinfer.engine import Engine
 from jaxinfer.model_loading import context_length, prepare_model
 from jaxinfer.nn.config import KVGroup
 from jaxinfer.nn.decoder import CausalLM
-from jaxinfer.pool_size import decode_steps, make_cache_spec, token_budget, with_pool
+from jaxinfer.pool_size import (
+    chunk_tokens,
+    decode_steps,
+    make_cache_spec,
+    token_budget,
+    with_pool,
+)
 from jaxinfer.runner import host_memory
 from jaxinfer.runner.buckets import VERIFY_TOKENS
 from jaxinfer.runner.compile_watch import CompileWatch
@@ -173,7 +179,7 @@ def assemble_engine(
         runner.config.cache.page_size,
     )
     salt = _cache_salt(config, model, runner.config.cache)
-    cache = PrefixCache(tables, salt) if config.prefix_cache else None
+    cache = PrefixCache(tables, salt, limits.chunk_tokens) if config.prefix_cache else None
     _log_setup(runner, limits, model, watch, cache is not None)
     return Engine(
         runner,
@@ -217,6 +223,7 @@ def _make_runner(
         num_pages=0,
         num_groups=num_groups,
         verifies=config.speculation != "off",
+        one_rung=config.deterministic,
     )
     return ModelRunner(model, with_pool(config, runner_config, model, watch), vocab_size, watch)
 
@@ -240,6 +247,7 @@ def _limits(config: EngineConfig, runner: ModelRunner) -> SchedulerLimits:
         pipeline_depth=depth,
         num_draft_tokens=0 if config.speculation == "off" else config.num_draft_tokens,
         max_tokens_with_drafts=VERIFY_TOKENS[runner.platform],
+        chunk_tokens=chunk_tokens(config, budget, runner.config.cache.page_size),
     )
 
 
@@ -309,15 +317,22 @@ def _log_setup(
         config.max_model_len,
     )
     logger.info(
-        "steps: %d sequences, %d tokens, %d prompt tokens beside decodes, %d decode steps at once, "
-        "pipeline depth %d, speculation %s",
+        "steps: %d sequences, %d tokens, %s, %d decode steps at once, pipeline depth %d, "
+        "speculation %s",
         limits.max_num_seqs,
         limits.max_num_batched_tokens,
-        limits.max_prefill_chunk_tokens,
+        _prompts(limits),
         limits.bulk_steps(1),
         limits.pipeline_depth,
         _speculation(limits),
     )
+
+
+def _prompts(limits: SchedulerLimits) -> str:
+    if limits.chunk_tokens is None:
+        return f"{limits.max_prefill_chunk_tokens} prompt tokens beside decodes"
+    size = limits.chunk_tokens
+    return f"deterministic: prompts cut at multiples of {size}, no decodes beside them"
 
 
 def _speculation(limits: SchedulerLimits) -> str:

@@ -52,6 +52,8 @@ REFUSED = [
     (EngineConfig, {"gpu_memory_utilization": 1.1}),
     (EngineConfig, {"pipeline_depth": 2}),
     (EngineConfig, {"speculation": "draft"}),
+    (EngineConfig, {"speculation": "ngram", "deterministic": True}),
+    (EngineConfig, {"decode_steps": 4, "deterministic": True}),
     (EngineConfig, {"num_draft_tokens": 0}),
     (EngineConfig, {"num_threads": 0}),
     (EngineConfig, {"kv_cache_memory": 2**30, "num_pages": 8}),

@@ -46,14 +46,19 @@ def make_ladders(
     max_num_batched_tokens: int,
     bulk_rows: int = 0,
     verifies: bool = False,
+    one_rung: bool = False,
 ) -> Ladders:
     """Returns the ladders of a platform; up to `bulk_rows` rows may decode several steps at once.
 
     CPU steps start at two rows (XLA:CPU computes one row 10-50 times slower than two) and widen
     faster, and ragged steps start at 64 tokens, because each program costs about 50 MB and a second
-    of every start there. One that `verifies` drafts has a smaller one for them.
+    of every start there. One that `verifies` drafts has a smaller one for them. With
+    `one_rung` a step of any size is padded to the limit: its bits do not depend on its size.
     """
     is_cpu = platform == "cpu"
+    if one_rung:
+        rows, tokens = (2, 2) if is_cpu else (1, 16)
+        return Ladders((max(rows, max_num_seqs),), (max(tokens, max_num_batched_tokens),))
     limit = MAX_CPU_PROGRAMS if is_cpu else MAX_PROGRAMS
     first, ratio, most = (2, 4, 3) if is_cpu else (1, 2, 10)
     decode = _geometric(first, ratio, max_num_seqs, most)

@@ -60,6 +60,7 @@ class RunnerConfig:
       num_pages: pages in the pool, the trash page included.
       num_groups: KV groups.
       verifies: steps may have drafts.
+      one_rung: one program for all decode steps, and one for all others.
     """
 
     max_num_seqs: int
@@ -71,6 +72,7 @@ class RunnerConfig:
     num_groups: int
     bulk_rows: int | None = None  # of all rows
     verifies: bool = False
+    one_rung: bool = False
 
     @property
     def num_bulk_rows(self) -> int:
@@ -119,6 +121,7 @@ class ModelRunner:
             config.max_num_batched_tokens,
             config.num_bulk_rows,
             config.verifies,
+            config.one_rung,
         )
         self.mesh = model.context.mesh
         table = (config.num_groups, config.max_num_seqs + 1, config.pages_per_row)

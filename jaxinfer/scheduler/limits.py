@@ -19,6 +19,8 @@ class SchedulerLimits:
       pipeline_depth: steps dispatched before the results of the oldest are read, 0 or 1.
       num_draft_tokens: drafts of one row at most; 0 for no speculation.
       max_tokens_with_drafts: tokens up to which a step may have drafts.
+      chunk_tokens: tokens of a chunk where prompts are to be cut at multiples of it and computed in
+        steps without decodes (see `FixedChunks`); None for as many as fit.
     """
 
     max_num_seqs: int
@@ -30,12 +32,25 @@ class SchedulerLimits:
     pipeline_depth: int = 0
     num_draft_tokens: int = 0
     max_tokens_with_drafts: int = 0
+    chunk_tokens: int | None = None
 
     def __post_init__(self) -> None:
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
                 f"max_num_seqs ({self.max_num_seqs}): every running sequence needs a token a step"
+            )
+        if self.chunk_tokens is None:
+            return
+        if self.chunk_tokens > self.max_num_batched_tokens:
+            raise ValueError(
+                f"chunk_tokens ({self.chunk_tokens}) must be at most max_num_batched_tokens "
+                f"({self.max_num_batched_tokens}): chunks are computed whole"
+            )
+        if self.bulk_steps(1) > 1 or self.num_draft_tokens:
+            raise ValueError(
+                f"chunk_tokens ({self.chunk_tokens}) goes with one decode step at a time and no "
+                f"drafts, not with {self.bulk_steps(1)} and {self.num_draft_tokens}"
             )
 
     def bulk_steps(self, num_rows: int) -> int:
@@ -48,4 +63,4 @@ class SchedulerLimits:
     @property
     def most_tokens_of_a_row(self) -> int:
         """Tokens of one sequence that one dispatch may compute."""
-        return max(self.max_num_batched_tokens, self.bulk_steps(1))
+        return max(self.chunk_tokens or self.max_num_batched_tokens, self.bulk_steps(1))

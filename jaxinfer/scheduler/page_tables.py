@@ -52,6 +52,20 @@ class PageTables:
             for group, pool, pages in zip(self.groups, self.pools, sequence.pages, strict=True)
         )
 
+    def fits_beside(self, sequence: Sequence, others: SequenceOf[Sequence], chunk: int) -> bool:
+        """Whether a sequence can be finished whatever others come to need until they end."""
+        everyone = (sequence, *others)
+        for index, (group, pool) in enumerate(zip(self.groups, self.pools, strict=True)):
+            wanted = sum(self.most_pages(one.max_num_tokens, chunk, group) for one in everyone)
+            if group.window is None:
+                held, room = sum(len(one.pages[index]) for one in everyone), pool.num_free
+            else:
+                # A shared page that one's window leaves is not free, and the one needs another.
+                held, room = 0, pool.num_total
+            if wanted - held > room:
+                return False
+        return True
+
     def first_visible(self, group: int, position: int) -> int:
         """Index of the first page that a query at `position`, or behind it, can see."""
         window = self.groups[group].window

@@ -36,12 +36,20 @@ class PrefixCache:
     Args:
       tables: the pages.
       salt: stands for all that changes keys and values beside the tokens.
+      chunk_tokens: where the bits of what is in a page depend on which tokens were computed with
+        it, the tokens of a chunk: only whole chunks of prompts are published and taken over. None
+        where all full pages are.
     """
 
-    def __init__(self, tables: PageTables, salt: bytes = b"") -> None:
+    def __init__(
+        self, tables: PageTables, salt: bytes = b"", chunk_tokens: int | None = None
+    ) -> None:
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
         self._tables = tables
+        self._chunk_tokens = chunk_tokens
+        # Pages that are taken over together.
+        self._unit = 1 if chunk_tokens is None else chunk_tokens // tables.page_size
         self._salt = _hash(salt)
         self._claims: dict[Sequence, _Claim] = {}
         self._announced: Counter[bytes] = Counter()
@@ -61,7 +69,7 @@ class PrefixCache:
         sequence.awaited_key = None
         found = self._num_found(sequence)
         # A page that ends where the tokens do is not taken over, so nobody waits for it.
-        if (found + 1) * self._tables.page_size < len(sequence.token_ids):
+        if (found + self._unit) * self._tables.page_size < len(sequence.token_ids):
             key = sequence.page_keys[found]
             if key in self._announced:
                 sequence.awaited_key = key
@@ -71,7 +79,7 @@ class PrefixCache:
     def _num_found(self, sequence: Sequence) -> int:
         """Pages that are there; those that a window hides need not be."""
         page_size = self._tables.page_size
-        most = (len(sequence.token_ids) - 1) // page_size
+        most = (len(sequence.token_ids) - 1) // page_size // self._unit * self._unit
         runs = [0] * len(self._tables.groups)
         best = 0
         for index, key in enumerate(self._keys(sequence, most)):
@@ -80,12 +88,19 @@ class PrefixCache:
                 if runs[group] == 0 and self._tables.groups[group].window is None:
                     return best
             num_pages = index + 1
-            if all(
+            if num_pages % self._unit == 0 and all(
                 run >= num_pages - self._tables.first_visible(group, num_pages * page_size)
                 for group, run in enumerate(runs)
             ):
                 best = num_pages
         return best
+
+    def _num_publishable(self, sequence: Sequence, num_tokens: int) -> int:
+        """Full pages of a sequence's first `num_tokens` tokens that others may take over."""
+        if self._chunk_tokens is not None:
+            num_tokens = min(num_tokens, sequence.prompt_len)
+            num_tokens -= num_tokens % self._chunk_tokens
+        return num_tokens // self._tables.page_size
 
     # Of running sequences.
 
@@ -104,7 +119,7 @@ class PrefixCache:
     def admit(self, sequence: Sequence) -> None:
         """Notes that a sequence runs, and which pages others need not compute beside it."""
         num_taken = len(sequence.pages[0])
-        num_known = len(sequence.token_ids) // self._tables.page_size
+        num_known = self._num_publishable(sequence, len(sequence.token_ids))
         self._announced.update(self._keys(sequence, num_known)[num_taken:])
         self._claims[sequence] = _Claim(num_taken, num_known)
         if sequence.num_admissions == 1 and not sequence.score_prompt:
@@ -115,7 +130,7 @@ class PrefixCache:
     def publish(self, sequence: Sequence) -> None:
         """Publishes the full pages of the tokens whose computation is confirmed."""
         claim = self._claims.get(sequence)
-        num_full = sequence.num_confirmed // self._tables.page_size
+        num_full = self._num_publishable(sequence, sequence.num_confirmed)
         if claim is None or num_full <= claim.published:
             return
         keys = self._keys(sequence, num_full)

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from jaxinfer.scheduler.chunking import FixedChunks, FreeChunks, StepBudget
 from jaxinfer.scheduler.drafts import Drafts
 from jaxinfer.scheduler.limits import SchedulerLimits
 from jaxinfer.scheduler.page_tables import PageTables
@@ -28,18 +29,6 @@ class SequenceUpdate:
     sequence: Sequence
     planned: PlannedRow
     token_ids: list[int]
-
-
-@dataclass(slots=True)
-class _Budget:
-    """Tokens left in the step being planned."""
-
-    tokens: int
-    prefill_tokens: int
-    rows: dict[str, PlannedRow] = field(default_factory=dict)
-
-    def chunk(self, remaining: int) -> int:
-        return min(remaining, self.tokens, self.prefill_tokens)
 
 
 class Scheduler:
@@ -63,6 +52,11 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.num_preemptions = 0
+        self.chunks: FreeChunks | FixedChunks
+        if limits.chunk_tokens is None:
+            self.chunks = FreeChunks(tables, limits.max_prefill_chunk_tokens, self._reach)
+        else:
+            self.chunks = FixedChunks(tables, limits.chunk_tokens, self._reach)
         self.drafts = Drafts(tables, limits.max_tokens_with_drafts)
         self.quarantine = Quarantine()
         self._free_rows = list(range(limits.max_num_seqs - 1, -1, -1))
@@ -80,11 +74,10 @@ class Scheduler:
         Raises:
           ValueError: it could never be finished within the page pool.
         """
-        longest = sequence.prompt_len + sequence.stop.max_tokens
-        if not self.fits(longest):
+        if not self.fits(sequence.max_num_tokens):
             raise ValueError(
-                f"{sequence.seq_id} may reach {longest} tokens, but the KV pool holds "
-                f"{self.tables.pools[0].num_total * self.tables.page_size}"
+                f"{sequence.seq_id} may reach {sequence.max_num_tokens} tokens, but the KV pool "
+                f"holds {self.tables.pools[0].num_total * self.tables.page_size}"
             )
         sequence.arrival = self._arrivals
         self._arrivals += 1
@@ -119,17 +112,23 @@ class Scheduler:
         if self.drafts.is_waited_for(self.running) and not (self.waiting and self._free_rows):
             return None
         plan = StepPlan(num_steps=self._bulk_steps())
-        budget = _Budget(self.limits.max_num_batched_tokens, self.limits.max_num_batched_tokens)
-        others, preempted = self._plan_decodes(plan, budget)
+        budget = StepBudget(self.limits.max_num_batched_tokens, self.limits.max_num_batched_tokens)
+        if self.chunks.decodes_first:
+            others, preempted = self._plan_decodes(plan, budget)
+        else:
+            others, preempted = list(self.running), False
         if budget.rows:
-            budget.prefill_tokens = self.limits.max_prefill_chunk_tokens
+            budget.prefill_tokens = self.chunks.beside_decodes
         for sequence in others:
             if sequence.status is SequenceStatus.RUNNING and not sequence.is_decoding:
                 preempted |= self._plan_prefill(sequence, plan, budget)
         if not preempted:
             self._admit(plan, budget)
             self.drafts.add(plan, budget.rows, budget.tokens)
+        if not (budget.rows or self.chunks.decodes_first):
+            self._plan_decodes(plan, budget)
         plan.rows = list(budget.rows.values())
+        self.chunks.took(plan.rows)
         for row in plan.rows:
             self._advance(row)
         return plan if plan.rows else None
@@ -193,7 +192,7 @@ class Scheduler:
             return steps
         return 1
 
-    def _plan_decodes(self, plan: StepPlan, budget: _Budget) -> tuple[list[Sequence], bool]:
+    def _plan_decodes(self, plan: StepPlan, budget: StepBudget) -> tuple[list[Sequence], bool]:
         """Plans what decodes; returns the rest, and whether anything was preempted."""
         others, preempted = [], False
         for sequence in list(self.running):
@@ -221,9 +220,9 @@ class Scheduler:
             budget.tokens -= 1
         return others, preempted
 
-    def _plan_prefill(self, sequence: Sequence, plan: StepPlan, budget: _Budget) -> bool:
+    def _plan_prefill(self, sequence: Sequence, plan: StepPlan, budget: StepBudget) -> bool:
         """Plans the next chunk of a prompt; returns whether anything was preempted for it."""
-        count = budget.chunk(len(sequence.token_ids) - sequence.num_computed)
+        count = self.chunks.size(sequence.num_computed, len(sequence.token_ids), budget)
         if count <= 0 or sequence.num_in_flight:
             return False
         start, end = sequence.num_computed, sequence.num_computed + count
@@ -251,9 +250,9 @@ class Scheduler:
         first = max(start, sequence.num_scored)
         return first if first < min(end, sequence.prompt_len - 1) else None
 
-    def _admit(self, plan: StepPlan, budget: _Budget) -> None:
+    def _admit(self, plan: StepPlan, budget: StepBudget) -> None:
         index = passed_over = 0
-        while index < len(self.waiting) and self._free_rows and budget.chunk(1) > 0:
+        while index < len(self.waiting) and self._free_rows and budget.chunk > 0:
             sequence = self.waiting[index]
             if not self.quarantine.allows(sequence):
                 index += 1
@@ -267,6 +266,9 @@ class Scheduler:
                 passed_over += 1
                 continue
             # Otherwise first come, first served: a smaller request never overtakes.
+            start = num_cached * self.tables.page_size
+            if self.chunks.size(start, len(sequence.token_ids), budget) <= 0:
+                return
             if not self._take_pages(sequence, num_cached):
                 return
             self.waiting.pop(index)
@@ -284,15 +286,13 @@ class Scheduler:
         sequence.pages = [[] for _ in self.tables.groups]
         if self.cache is not None:
             self.cache.take(sequence, num_cached)
-        # What it has, and the token it would sample next.
-        num_tokens = len(sequence.token_ids) + (sequence.num_remaining > 0)
-        if not self.tables.fits_now(sequence, num_tokens, self._reach):
+        if not self.chunks.has_room(sequence, self.running):
             self.tables.release(sequence)
             return False
         sequence.num_computed = sequence.num_confirmed = num_cached * self.tables.page_size
         return True
 
-    def _make_room(self, sequence: Sequence, num_tokens: int, budget: _Budget) -> bool:
+    def _make_room(self, sequence: Sequence, num_tokens: int, budget: StepBudget) -> bool:
         """Preempts the newest until `sequence` can hold `num_tokens`; False if it had to.
 
         The oldest is never preempted by another, so it always advances: nothing starves.
@@ -309,7 +309,7 @@ class Scheduler:
                 break
         return calm
 
-    def _preempt(self, sequence: Sequence, budget: _Budget) -> None:
+    def _preempt(self, sequence: Sequence, budget: StepBudget) -> None:
         self.running.remove(sequence)
         budget.rows.pop(sequence.seq_id, None)
         self._vacate(sequence)
@@ -319,7 +319,7 @@ class Scheduler:
         self._enqueue(sequence)
 
     def _preempt_all(self) -> None:
-        nothing_planned = _Budget(0, 0)
+        nothing_planned = StepBudget(0, 0)
         for sequence in list(self.running):
             self._preempt(sequence, nothing_planned)
 

@@ -102,6 +102,11 @@ class Sequence:
         return self.num_tokens - self.prompt_len
 
     @property
+    def max_num_tokens(self) -> int:
+        """Tokens it may come to have."""
+        return self.prompt_len + self.stop.max_tokens
+
+    @property
     def num_remaining(self) -> int:
         """Output tokens that may still be sampled."""
         return self.stop.max_tokens - self.num_output_tokens

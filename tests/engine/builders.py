@@ -4,6 +4,7 @@ Compiling is nearly all of the cost: engines that differ only in what the schedu
 one compiled runner.
 """
 
+import dataclasses
 import functools
 
 import numpy as np
@@ -34,13 +35,17 @@ MAX_NUM_BATCHED_TOKENS = 32
 MAX_DECODE_STEPS = 5
 
 
-def tiny_model(model_type="llama", tensor_parallel=1, **changes):
-    """A family's tiny model with the byte vocabulary and random weights, and its KV groups."""
-    return _tiny_model(model_type, tensor_parallel, tuple(changes.items()))
+def tiny_model(model_type="llama", tensor_parallel=1, context=(), **changes):
+    """A family's tiny model with the byte vocabulary and random weights, and its KV groups.
+
+    `context` are (name, value) pairs of a ModelContext that is not the exact one; `changes` are of
+    the model's configuration.
+    """
+    return _tiny_model(model_type, tensor_parallel, tuple(context), tuple(changes.items()))
 
 
 @functools.cache
-def _tiny_model(model_type, tensor_parallel, changes):
+def _tiny_model(model_type, tensor_parallel, context_changes, changes):
     module = load_model_module(model_type)
     config = module.Config.from_hf(
         {**module.TINY_HF_CONFIG, "vocab_size": VOCAB_SIZE, "max_position_embeddings": 256}
@@ -53,6 +58,7 @@ def _tiny_model(model_type, tensor_parallel, changes):
         weight_dtype=np.dtype("float32"),
         precision="highest",
     )
+    context = dataclasses.replace(context, **dict(context_changes))
     model = make_abstract_model(module, config, context)
     init_random(model, seed=0)
     return model, module.kv_groups(config)
@@ -89,7 +95,7 @@ def new_engine(
     }
     settings.setdefault("max_prefill_chunk_tokens", max(1, settings["max_num_batched_tokens"] // 2))
     tables = PageTables([GroupSpec(num_pages + 1, group.window) for group in groups], PAGE_SIZE)
-    cache = PrefixCache(tables) if prefix_cache else None
+    cache = PrefixCache(tables, b"", limits.get("chunk_tokens")) if prefix_cache else None
     scheduler = Scheduler(SchedulerLimits(**settings), tables, cache)
     return Engine(runner, scheduler, byte_tokenizer(), frozenset({EOS}), max_queued_requests)
 

@@ -65,6 +65,14 @@ def test_the_usual_ladders():
     assert make_ladders("gpu", 32, 4096).tokens == (16, 64, 256, 1024, 4096)
 
 
+def test_one_rung_is_the_limit():
+    one = {"one_rung": True}
+    assert make_ladders("cpu", 32, 256, 2, **one) == Ladders((32,), (256,))
+    assert make_ladders("gpu", 32, 4096, **one) == Ladders((32,), (4096,))
+    assert make_ladders("cpu", 1, 1, **one) == Ladders((2,), (2,))
+    assert make_ladders("tpu", 1, 1, **one) == Ladders((1,), (16,))
+
+
 def test_a_step_above_the_limit_is_refused():
     with pytest.raises(ValueError, match="a step of 9 is above the top rung 8"):
         make_ladders("cpu", 8, 16).decode_rung(9)

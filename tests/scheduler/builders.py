@@ -20,6 +20,7 @@ def make_scheduler(
     max_decode_steps_before_prefill=8,
     pipeline_depth=0,
     prefix_cache=False,
+    chunk_tokens=None,
 ):
     limits = SchedulerLimits(
         max_num_seqs=max_num_seqs,
@@ -29,9 +30,11 @@ def make_scheduler(
         bulk_rows=bulk_rows,
         max_decode_steps_before_prefill=max_decode_steps_before_prefill,
         pipeline_depth=pipeline_depth,
+        chunk_tokens=chunk_tokens,
     )
     tables = PageTables([GroupSpec(num_pages, window) for window in windows], page_size)
-    return Scheduler(limits, tables, PrefixCache(tables, b"salt") if prefix_cache else None)
+    cache = PrefixCache(tables, b"salt", chunk_tokens) if prefix_cache else None
+    return Scheduler(limits, tables, cache)
 
 
 def make_sequence(seq_id="s", *, prompt_len=5, prompt=None, max_tokens=4, stop_ids=(), **options):

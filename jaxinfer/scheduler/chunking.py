@@ -1,0 +1,101 @@
+"""How much of a prompt a step computes, and whether sequences decode beside it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from jaxinfer.scheduler.page_tables import PageTables
+from jaxinfer.scheduler.plan import PlannedRow
+from jaxinfer.scheduler.sequence import Sequence
+
+
+@dataclass(slots=True)
+class StepBudget:
+    """Tokens left in the step being planned."""
+
+    tokens: int
+    prefill_tokens: int
+    rows: dict[str, PlannedRow] = field(default_factory=dict)
+
+    @property
+    def chunk(self) -> int:
+        """Tokens that the next chunk may have."""
+        return min(self.tokens, self.prefill_tokens)
+
+
+class FreeChunks:
+    """Fills a step: whatever decodes, then as much of the prompts as has room.
+
+    Args:
+      tables: the pages.
+      beside_decodes: prompt tokens in a step that also decodes.
+      reach: tokens by which a sequence computes ahead of where its window lets go of pages.
+    """
+
+    decodes_first = True
+
+    def __init__(self, tables: PageTables, beside_decodes: int, reach: int) -> None:
+        self.beside_decodes = beside_decodes
+        self._tables = tables
+        self._reach = reach
+
+    def size(self, start: int, end: int, budget: StepBudget) -> int:
+        """Tokens of `[start, end)` that the step computes; 0 or less for none."""
+        return min(end - start, budget.chunk)
+
+    def has_room(self, sequence: Sequence, running: list[Sequence]) -> bool:
+        """Whether a sequence, which holds what was cached of it, finds pages to begin with."""
+        # For what it has, and the token it would sample next. Should it need more than there is
+        # later, the newest makes room.
+        num_tokens = len(sequence.token_ids) + (sequence.num_remaining > 0)
+        return self._tables.fits_now(sequence, num_tokens, self._reach)
+
+    def took(self, rows: list[PlannedRow]) -> None:
+        """Takes note of what a step was planned to compute."""
+
+
+class FixedChunks:
+    """Computes every token in a way that depends on its own sequence only, to the last bit.
+
+    What a kernel's sums add up to in which order depends on how many tokens of a sequence are in a
+    step. So prompts are cut at multiples of `size`, and a chunk is computed whole or not at all;
+    decodes have steps of their own; and as a sequence's output, computed as a prompt, would come
+    out otherwise, none is preempted: it begins only when the pages of its whole length are there.
+
+    Where there are both, steps with prompts and steps that decode take turns: a sequence that
+    decodes waits for one other step at most.
+
+    Args:
+      tables: the pages.
+      size: tokens of a chunk.
+      reach: as of `FreeChunks`.
+
+    Raises:
+      ValueError: a chunk would end within a page.
+    """
+
+    beside_decodes = 0
+
+    def __init__(self, tables: PageTables, size: int, reach: int) -> None:
+        if size < 1 or size % tables.page_size:
+            raise ValueError(
+                f"chunk_tokens ({size}) must be a multiple of the page size ({tables.page_size})"
+            )
+        self.decodes_first = False
+        self._tables = tables
+        self._size = size
+        self._reach = reach
+
+    def size(self, start: int, end: int, budget: StepBudget) -> int:
+        """Tokens of `[start, end)` that the step computes: a whole chunk, or 0."""
+        count = min(end, (start // self._size + 1) * self._size) - start
+        return count if count <= budget.chunk else 0
+
+    def has_room(self, sequence: Sequence, running: list[Sequence]) -> bool:
+        """Whether a sequence finds pages to its end, whatever those that run come to need."""
+        return self._tables.fits_beside(sequence, running, self._reach)
+
+    def took(self, rows: list[PlannedRow]) -> None:
+        """Takes note of what a step was planned to compute: the next one's turn is the other's."""
+        if rows:
+            self.decodes_first = not rows[0].is_decode
