@@ -110,7 +110,12 @@ class TestTheRealModel:
         )
         text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
         assert text == whole.choices[0].message.content != ""
-        assert chunks[-1].usage == whole.usage
+        usage = chunks[-1].usage
+        assert usage.prompt_tokens == whole.usage.prompt_tokens
+        assert usage.completion_tokens == whole.usage.completion_tokens
+        # The first one's pages of 16 tokens; one token at least is computed again.
+        cached = (usage.prompt_tokens - 1) // 16 * 16
+        assert usage.prompt_tokens_details.cached_tokens == cached > 0
         assert chunks[-2].choices[0].finish_reason == whole.choices[0].finish_reason
 
     @pytest.mark.parametrize("prompt", PROMPTS[:6])
