@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from jaxinfer.async_engine import AsyncEngine
 from jaxinfer.config import EngineConfig
+from jaxinfer.flag_values import add_counts, positive
 from jaxinfer.machine import peak_rss_bytes, versions
 from jaxinfer.request import EngineRequest
 from jaxinfer.sampling_params import SamplingParams
@@ -29,13 +30,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N,N,...",
         help="prompts at once (default: 1,8,32)",
     )
-    for flag, default, about in (
+    flags = (
         ("--prompt-len", 64, "tokens of each prompt"),
         ("--gen-len", 64, "tokens generated per prompt"),
         ("--prefill-len", 512, "tokens of the long prompt"),
-    ):
-        help_text = f"{about} (default: {default})"
-        parser.add_argument(flag, type=_positive, default=default, metavar="N", help=help_text)
+    )
+    add_counts(parser, flags)
     parser.add_argument("--json", action="store_true", help="print only the JSON line")
 
 
@@ -108,15 +108,8 @@ def wave(engine: AsyncEngine, concurrency: int, prompt_len: int, gen_len: int) -
     return seconds
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1 (got {value})")
-    return value
-
-
 def _levels(text: str) -> list[int]:
-    return [_positive(level) for level in text.split(",")]
+    return [positive(level) for level in text.split(",")]
 
 
 def _say(args: argparse.Namespace, line: str) -> None:

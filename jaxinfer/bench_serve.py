@@ -11,7 +11,7 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from typing import Any
 from tqdm import tqdm
 
 from jaxinfer.config import ConfigError
+from jaxinfer.flag_values import number, positive
 from jaxinfer.load_test import plot
 from jaxinfer.load_test.client import LoadClient, Target, first_model, make_session
 from jaxinfer.load_test.metrics import Slo, Summary
@@ -57,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     how.add_argument(
         "--concurrency",
-        type=_positive,
+        type=positive,
         metavar="N",
         help=f"requests in flight, each followed by the next (default: {DEFAULT_CONCURRENCY}, "
         "or as the replayed file says)",
@@ -70,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     load.add_argument(
         "--num-requests",
-        type=_positive,
+        type=positive,
         metavar="N",
         help=f"default: {DEFAULT_REQUESTS}, or all that are replayed",
     )
@@ -97,11 +98,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_workload(group: Any) -> None:
     for flag, kind, default, about in (
-        ("--input-len", _positive, 128, "tokens of a prompt, its shared prefix aside"),
-        ("--output-len", _positive, 64, "tokens generated for each"),
+        ("--input-len", positive, 128, "tokens of a prompt, its shared prefix aside"),
+        ("--output-len", positive, 64, "tokens generated for each"),
         ("--range-ratio", _share, 0.0, "how far both may be from that, as a share of it"),
         ("--shared-prefix-len", _count, 0, "tokens that prompts of a group begin with"),
-        ("--num-prefixes", _positive, 1, "groups of prompts that share a prefix"),
+        ("--num-prefixes", positive, 1, "groups of prompts that share a prefix"),
     ):
         group.add_argument(flag, type=kind, metavar="N", help=f"{about} (default: {default})")
     group.add_argument(
@@ -111,7 +112,7 @@ def _add_workload(group: Any) -> None:
         help="JSON lines with prompt_tokens (a length or ids), output_tokens, maybe arrival_s",
     )
     group.add_argument(
-        "--vocab-size", type=_positive, default=32000, metavar="N", help="random ids are below it"
+        "--vocab-size", type=positive, default=32000, metavar="N", help="random ids are below it"
     )
 
 
@@ -207,21 +208,6 @@ def _described(args: argparse.Namespace, num_requests: int) -> dict[str, Any]:
     return {**found, "num_requests": num_requests}
 
 
-def _number(kind: Callable[[str], Any], is_fine: Callable[[Any], bool], rule: str) -> Any:
-    """A reader of numbers that are within a range."""
-
-    def read(text: str) -> Any:
-        try:
-            value = kind(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(f"must be a number (got {text!r})") from error
-        if not is_fine(value):
-            raise argparse.ArgumentTypeError(f"must be {rule} (got {text})")
-        return value
-
-    return read
-
-
 def _slo(text: str) -> Slo:
     try:
         return Slo.parse(text)
@@ -229,8 +215,7 @@ def _slo(text: str) -> Slo:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
-_positive = _number(int, lambda value: value >= 1, "at least 1")
-_count = _number(int, lambda value: value >= 0, "at least 0")
-_rate = _number(float, lambda value: value > 0, "above 0")
-_above_zero = _number(float, lambda value: 0 < value < math.inf, "above 0 and finite")
-_share = _number(float, lambda value: 0 <= value <= 1, "from 0 to 1")
+_count = number(int, lambda value: value >= 0, "at least 0")
+_rate = number(float, lambda value: value > 0, "above 0")
+_above_zero = number(float, lambda value: 0 < value < math.inf, "above 0 and finite")
+_share = number(float, lambda value: 0 <= value <= 1, "from 0 to 1")

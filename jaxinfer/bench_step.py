@@ -16,6 +16,7 @@ from typing import Any
 import jax
 
 from jaxinfer.config import ConfigError, EngineConfig
+from jaxinfer.flag_values import add_counts
 from jaxinfer.machine import versions
 from jaxinfer.nn.decoder import CausalLM
 from jaxinfer.pool_size import MAX_BULK_STEPS
@@ -27,12 +28,11 @@ from kernels.quantized_matmul import QTensor
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags of `jaxinfer bench step` beside those of the engine."""
-    for flag, default, about in (
+    flags = (
         ("--context", 512, "tokens of each sequence when decoding begins"),
         ("--steps", 16, "steps of each program, of which the median counts"),
-    ):
-        help_text = f"{about} (default: {default})"
-        parser.add_argument(flag, type=_positive, default=default, metavar="N", help=help_text)
+    )
+    add_counts(parser, flags)
     parser.add_argument("--json", action="store_true", help="print only the JSON line")
 
 
@@ -254,10 +254,3 @@ def _matmul_weights(model: CausalLM) -> tuple[int, int]:
             elif is_head:
                 head += leaf.shape[0] * leaf.shape[1]
     return layers, head
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1 (got {value})")
-    return value

@@ -7,6 +7,7 @@ import json
 from dataclasses import replace
 
 from jaxinfer.config import ConfigError, EngineConfig
+from jaxinfer.flag_values import add_counts
 from jaxinfer.machine import versions
 from jaxinfer.pool_size import MAX_BULK_STEPS
 from jaxinfer.step_driver import WARM_STEPS, StepDriver
@@ -15,14 +16,13 @@ from jaxinfer.step_profile import Profiler
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags of `jaxinfer profile` beside those of the engine."""
-    for flag, default, about in (
+    flags = (
         ("--concurrency", 1, "sequences that a step decodes"),
         ("--prompt-tokens", 64, "tokens of each one's prompt"),
         ("--prefill-tokens", 512, "tokens of the prefill step"),
         ("--steps", 32, "decode steps to average"),
-    ):
-        help_text = f"{about} (default: {default})"
-        parser.add_argument(flag, type=_positive, default=default, metavar="N", help=help_text)
+    )
+    add_counts(parser, flags)
     parser.add_argument("--json", action="store_true", help="print only one JSON object")
 
 
@@ -68,10 +68,3 @@ def run(config: EngineConfig, args: argparse.Namespace) -> int:
     else:
         print("\n\n".join(step.table() for step in steps))
     return 0
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1 (got {value})")
-    return value

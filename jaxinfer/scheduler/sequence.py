@@ -131,15 +131,6 @@ class Sequence:
         return self.drafter is not None and self.num_remaining > 1 and self.drafter.has_drafts
 
     @property
-    def is_schedulable(self) -> bool:
-        """Whether anything is left to compute, and known."""
-        if self.is_verifying:
-            return False
-        if self.num_computed < self.prompt_len:
-            return True
-        return self.num_computed < self.num_tokens and self.num_remaining > 0
-
-    @property
     def order(self) -> tuple[int, int]:
         """First come, first served within a priority."""
         return (self.priority, self.arrival)

@@ -12,6 +12,7 @@ namespace {
 constexpr int kChunk = kIntegerColumns, kHalf = kChunk / 2;
 constexpr int kDwords = kHalf / 4;       // of a half's columns in one token
 constexpr float kMost = 127 * 128 + 63;  // what two bytes hold without carry
+
 JAXINFER_INLINE __m512i broadcast(const int8_t* bytes) {
   int32_t dword;
   memcpy(&dword, bytes, sizeof(dword));
@@ -63,7 +64,7 @@ struct Bytes {
   static constexpr int kSecondShift = 0;
 
   // Bytes are those of heads too large for any cache: what comes from memory is on its way for
-  // longer, and would wait for a line of the first level. Two fifths more of it arrive.
+  // longer, and would wait for a line of the first level. A fifth more of it arrives.
   static JAXINFER_INLINE __m512i load(const uint8_t* from) {
     _mm_prefetch(reinterpret_cast<const char*>(from + 8192), _MM_HINT_T1);
     return _mm512_xor_si512(_mm512_loadu_si512(from), _mm512_set1_epi8(static_cast<char>(0x80)));
