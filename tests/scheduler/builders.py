@@ -1,10 +1,13 @@
 """Builders with every knob a keyword, and a pretend device that samples by a fixed rule."""
 
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+
 from jaxinfer.scheduler.limits import SchedulerLimits
 from jaxinfer.scheduler.page_tables import GroupSpec, PageTables
 from jaxinfer.scheduler.prefix_cache import PrefixCache
 from jaxinfer.scheduler.scheduler import Scheduler
-from jaxinfer.scheduler.sequence import Sequence, StopRule
+from jaxinfer.scheduler.sequence import Sequence, SequenceStatus, StopRule
 
 
 def make_scheduler(
@@ -174,3 +177,25 @@ class PretendDevice:
             for seen in range(first, position + 1):
                 held = self.memory[self._slot(group, row.row, seen)]
                 assert held == (owner, digests[seen]), "a visible key is not the sequence's own"
+
+
+class Schedules(RuleBasedStateMachine):
+    """What may happen to `scheduler` on `device`; subclasses make both, and add to `sequences`."""
+
+    @rule(count=st.integers(1, 6))
+    def step(self, count):
+        for _ in range(count):
+            self.device.step()
+
+    @precondition(lambda self: getattr(self, "sequences", None))
+    @rule(data=st.data(), reason=st.sampled_from(["abort", "error"]))
+    def end_early(self, data, reason):
+        sequence = data.draw(st.sampled_from(self.sequences))
+        if sequence.status is not SequenceStatus.FINISHED:
+            self.scheduler.finish(sequence, reason)
+
+    @precondition(lambda self: getattr(self, "sequences", None))
+    @rule(is_lucky=st.integers(0, 4))
+    def clear(self, is_lucky):
+        if is_lucky == 0:
+            self.scheduler.clear_prefix_cache()

@@ -3,8 +3,8 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from scheduler.builders import PretendDevice, make_scheduler, make_sequence
+from hypothesis.stateful import initialize, invariant, precondition, rule
+from scheduler.builders import PretendDevice, Schedules, make_scheduler, make_sequence
 from scheduler.test_prefix_cache import A, B, run
 
 from jaxinfer.scheduler.limits import SchedulerLimits
@@ -65,7 +65,7 @@ def fixed_scheduler(*, page_size=4, chunk_pages=2, **options):
     return make_scheduler(page_size=page_size, chunk_tokens=chunk_pages * page_size, **options)
 
 
-class Engine(RuleBasedStateMachine):
+class Engine(Schedules):
     """Arrivals that share prefixes, aborts and clearing, in pools that hold few of them."""
 
     @initialize(
@@ -118,24 +118,6 @@ class Engine(RuleBasedStateMachine):
         prompt = [*before.token_ids, *range(50, 50 + tail)]
         if self.scheduler.fits(len(prompt) + 5):
             self._add(prompt, max_tokens=5)
-
-    @rule(count=st.integers(1, 6))
-    def step(self, count):
-        for _ in range(count):
-            self.device.step()
-
-    @precondition(lambda self: getattr(self, "sequences", None))
-    @rule(data=st.data(), reason=st.sampled_from(["abort", "error"]))
-    def end_early(self, data, reason):
-        sequence = data.draw(st.sampled_from(self.sequences))
-        if sequence.status is not SequenceStatus.FINISHED:
-            self.scheduler.finish(sequence, reason)
-
-    @precondition(lambda self: getattr(self, "sequences", None))
-    @rule(is_lucky=st.integers(0, 4))
-    def clear(self, is_lucky):
-        if is_lucky == 0:
-            self.scheduler.clear_prefix_cache()
 
     @invariant()
     def everything_that_runs_can_end(self):

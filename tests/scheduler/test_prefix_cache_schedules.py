@@ -2,8 +2,8 @@
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from scheduler.builders import PretendDevice, make_scheduler, make_sequence
+from hypothesis.stateful import initialize, invariant, precondition, rule
+from scheduler.builders import PretendDevice, Schedules, make_scheduler, make_sequence
 from scheduler.test_prefix_cache import A, B, cached_scheduler, run
 
 from jaxinfer.scheduler.sequence import SequenceStatus
@@ -55,7 +55,7 @@ def test_random_loads_with_and_without_a_cache_write_the_same(data):
     assert ids[0] == ids[1]
 
 
-class Engine(RuleBasedStateMachine):
+class Engine(Schedules):
     """Arrivals that share prefixes, aborts, faults, a pool that is too small, and clearing."""
 
     @initialize(
@@ -119,24 +119,6 @@ class Engine(RuleBasedStateMachine):
             sequence = make_sequence(f"s{len(self.sequences)}", prompt=prompt, max_tokens=5)
             self.scheduler.add(sequence)
             self.sequences.append(sequence)
-
-    @rule(count=st.integers(1, 6))
-    def step(self, count):
-        for _ in range(count):
-            self.device.step()
-
-    @precondition(lambda self: getattr(self, "sequences", None))
-    @rule(data=st.data(), reason=st.sampled_from(["abort", "error"]))
-    def end_early(self, data, reason):
-        sequence = data.draw(st.sampled_from(self.sequences))
-        if sequence.status is not SequenceStatus.FINISHED:
-            self.scheduler.finish(sequence, reason)
-
-    @precondition(lambda self: getattr(self, "sequences", None))
-    @rule(is_lucky=st.integers(0, 4))
-    def clear(self, is_lucky):
-        if is_lucky == 0:
-            self.scheduler.clear_prefix_cache()
 
     @invariant()
     def everything_is_accounted_for(self):
