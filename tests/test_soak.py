@@ -1,5 +1,6 @@
 """Thousands of steps take no more memory than the first ones."""
 
+import itertools
 import subprocess
 import sys
 
@@ -22,16 +23,20 @@ with LLM(sys.argv[1], max_num_seqs=2, max_model_len=512) as llm:
         for _ in range(count // params.max_tokens):
             llm.generate(prompts, params, progress=False)
 
-    steps(1000)
-    before = resident_bytes()
-    steps(2000)
-    print(resident_bytes() - before)
+    sizes = []
+    for _ in range(4):
+        steps(1000)
+        sizes.append(resident_bytes())
+    print(*sizes)
 """
 
 
 @pytest.mark.slow
 @pytest.mark.real_model
-def test_two_thousand_steps_leave_memory_flat(smollm2_path):
+def test_thousands_of_steps_leave_memory_flat(smollm2_path):
     command = [sys.executable, "-c", SOAK, str(smollm2_path)]
     result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
-    assert int(result.stdout.split()[-1]) < 4e6
+    sizes = [int(word) for word in result.stdout.splitlines()[-1].split()]
+    # What leaks does so in every thousand; the allocator takes a few MB more once in a while.
+    growths = [after - before for before, after in itertools.pairwise(sizes)]
+    assert min(growths) < 250_000, growths

@@ -16,10 +16,16 @@ step of 16; a step of 64 takes 10.1 and 11.2 ms for 4 and 8, and rounds what it 
 than decodes do, so that other text may come out.
 """
 
+LANES = 16
+"""Loops of XLA:CPU go in steps that divide this; what is left over they round otherwise.
+
+In jax 0.12 the fifth of five rows, alike or not, had other last bits than the first four.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class Ladders:
-    """The rungs of each kind of step, ascending; the last is exactly the limit.
+    """The rungs of each kind of step, ascending; the last holds the limit.
 
     Attributes:
       decode: rows of a decode step.
@@ -53,12 +59,15 @@ def make_ladders(
     CPU steps start at two rows (XLA:CPU computes one row 10-50 times slower than two) and widen
     faster, and ragged steps start at 64 tokens, because each program costs about 50 MB and a second
     of every start there. One that `verifies` drafts has a smaller one for them. With
-    `one_rung` a step of any size is padded to the limit: its bits do not depend on its size.
+    `one_rung` a step of any size is padded to the limit: its bits do not depend on its size, nor,
+    as the limit is a multiple of `LANES`, on a row's place in it.
     """
     is_cpu = platform == "cpu"
     if one_rung:
-        rows, tokens = (2, 2) if is_cpu else (1, 16)
-        return Ladders((max(rows, max_num_seqs),), (max(tokens, max_num_batched_tokens),))
+        rows, tokens = (
+            -(-limit // LANES) * LANES for limit in (max_num_seqs, max_num_batched_tokens)
+        )
+        return Ladders((rows,), (tokens,))
     limit = MAX_CPU_PROGRAMS if is_cpu else MAX_PROGRAMS
     first, ratio, most = (2, 4, 3) if is_cpu else (1, 2, 10)
     decode = _geometric(first, ratio, max_num_seqs, most)

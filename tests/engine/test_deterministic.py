@@ -195,7 +195,7 @@ def test_the_flag_decides_programs_and_limits(caplog):
     engine, (model_type, context, *_) = tiny_engine("bfloat16"), MODELS["bfloat16"]
     model, _ = tiny_model(model_type, context=context)
     startup._log_setup(engine.runner, engine.scheduler.limits, model, engine.runner.watch, True)
-    assert engine.runner.ladders.decode == (5,)
+    assert engine.runner.ladders.decode == (16,)
     assert engine.runner.ladders.tokens == (3 * CHUNK,)
     assert engine.runner.ladders.bulk == ()
     assert engine.scheduler.limits.chunk_tokens == CHUNK

@@ -65,12 +65,12 @@ def test_the_usual_ladders():
     assert make_ladders("gpu", 32, 4096).tokens == (16, 64, 256, 1024, 4096)
 
 
-def test_one_rung_is_the_limit():
+def test_one_rung_is_the_limit_in_whole_lanes():
     one = {"one_rung": True}
     assert make_ladders("cpu", 32, 256, 2, **one) == Ladders((32,), (256,))
-    assert make_ladders("gpu", 32, 4096, **one) == Ladders((32,), (4096,))
-    assert make_ladders("cpu", 1, 1, **one) == Ladders((2,), (2,))
-    assert make_ladders("tpu", 1, 1, **one) == Ladders((1,), (16,))
+    assert make_ladders("gpu", 33, 4097, **one) == Ladders((48,), (4112,))
+    assert make_ladders("cpu", 1, 1, **one) == Ladders((16,), (16,))
+    assert make_ladders("tpu", 5, 17, **one) == Ladders((16,), (32,))
 
 
 def test_a_step_above_the_limit_is_refused():
