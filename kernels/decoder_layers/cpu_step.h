@@ -244,7 +244,8 @@ class Step {
     p.page_table = s_.page_tables + layer.group * s_.rows.num_rows * s_.max_pages;
     p.num_heads = s_.num_heads, p.max_pages = s_.max_pages;
     p.window = layer.window, p.scale = s_.scale, p.soft_cap = s_.soft_cap;
-    planned->plan = std::make_unique<Plan>(p, s_.rows, team_.num_threads(), kTinyAttention);
+    planned->plan = std::make_unique<Plan>(p, s_.rows, tile_rows(attention_, p.cache),
+                                          team_.num_threads(), kTinyAttention);
     plans_.push_back(std::move(planned));
     return *plans_.back();
   }

@@ -115,7 +115,7 @@ ffi::Error attend(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer element
   p.scale = scale, p.soft_cap = soft_cap;
 
   const int64_t num_threads = std::max<int64_t>(pool.num_threads(), 1);
-  Plan plan(p, rows, num_threads);
+  Plan plan(p, rows, tile_rows(loops(), p.cache), num_threads);
   const auto run = [&p, &plan](int64_t i) {
     loops().attend(p, plan.tiles[i], thread_scratch(plan.scratch_floats));
   };

@@ -1,5 +1,5 @@
-// Prefetches the keys and values of a tile of few rows, and of those that follow it, in the order
-// of memory and across pages, where the hardware does not.
+// Prefetches the keys and values of a tile, and of those that follow it, in the order of memory and
+// across pages, where the hardware does not.
 #pragma once
 
 #include "../cpp/lanes.h"
@@ -8,16 +8,17 @@
 
 namespace {
 
-// Stays one block ahead of the loops, which say how many bytes they are about to read.
+// Stays a number of keys, a block or a span, ahead of the loops, which say how many bytes they are
+// about to read.
 class Ahead {
  public:
-  Ahead(const jaxinfer::Attention& p, const jaxinfer::Tile& tile, int64_t element_bytes)
+  Ahead(const jaxinfer::Attention& p, const jaxinfer::Tile& tile, int64_t element_bytes,
+        int64_t num_keys)
       : p_(p),
         slot_bytes_(p.cache.num_kv_heads * 2 * p.cache.head_dim * element_bytes),
         head_bytes_(2 * p.cache.head_dim * element_bytes) {
     // By the time its first block could be prefetched it is being read.
-    const int64_t first_block = first_key_of(p, tile) / jaxinfer::kBlockKeys;
-    start(&tile, (first_block + 1) * jaxinfer::kBlockKeys);
+    start(&tile, (first_key_of(p, tile) / num_keys + 1) * num_keys);
   }
 
   JAXINFER_INLINE void advance(int64_t num_bytes) {

@@ -11,6 +11,7 @@
 // its bits depend on no other row.
 
 #include "../cpp/lanes.h"
+#include "cpu_ahead.h"
 #include "cpu_attention.h"
 #include "cpu_bfloat16_few.h"
 #include "cpu_exponential.h"
@@ -40,7 +41,8 @@ class RoundedTile : TileRows {
         queries_(values_ + kSpanKeys * width_),
         scores_(reinterpret_cast<float*>(queries_ + rounded_up(num_rows_, kRowsAtOnce) * width_)),
         products_(scores_ + kRowsAtOnce * kScoresStride),
-        states_(products_ + kRowsAtOnce * width_) {}
+        states_(products_ + kRowsAtOnce * width_),
+        ahead_(p, tile, sizeof(uint16_t), kSpanKeys) {}
 
   void run() {
     pack_queries();
@@ -59,7 +61,7 @@ class RoundedTile : TileRows {
     }
   }
 
-  void attend_span(int64_t span, const State& state) const {
+  void attend_span(int64_t span, const State& state) {
     const int64_t begin = span * kSpanKeys;
     const int64_t first = at_least(begin, first_key_of(p_, tile_)) - begin;
     const int64_t end = at_most(begin + kSpanKeys, end_key_of(tile_)) - begin;
@@ -120,8 +122,7 @@ class RoundedTile : TileRows {
 
   // Rows from `row` on with the keys `[first, end)` of a span, all that they see of it.
   template <int kRowTiles>
-  void attend_rows(int64_t row, int64_t begin, int64_t first, int64_t end,
-                   const State& state) const {
+  void attend_rows(int64_t row, int64_t begin, int64_t first, int64_t end, const State& state) {
     const int64_t count = at_most(num_rows_ - row, 16 * kRowTiles);
     const int64_t seen_first = at_least(first, first_seen(p_, position_of(row)) - begin);
     const int64_t seen_end = at_most(end, position_of(row + count - 1) + 1 - begin);
@@ -137,6 +138,7 @@ class RoundedTile : TileRows {
       mask(scores, left, right, at_least(first, position - p_.window + 1),
            at_most(end, position + 1));
       weigh(scores, left, right, state.peak + row + r, state.total + row + r);
+      ahead_.advance(span_bytes_ / num_rows_);
     }
     const auto* weights = reinterpret_cast<const uint16_t*>(scores_);
     for (int64_t h = 0; h < width_; h += 2 * kTileColumns) {
@@ -194,6 +196,8 @@ class RoundedTile : TileRows {
   float* const scores_;      // [kRowsAtOnce, kScoresStride]; weights in the first half of each row
   float* const products_;    // [kRowsAtOnce, width]
   float* const states_;      // two of them
+  const int64_t span_bytes_ = kSpanKeys * 2 * head_dim_ * static_cast<int64_t>(sizeof(uint16_t));
+  Ahead ahead_;
   const Tiles tiles_;
 };
 
@@ -203,7 +207,7 @@ void attend(const Attention& p, const Tile& tile, float* scratch) {
     return attention_loops_avx512.attend(p, tile, scratch);
   }
   if (!is_few) return RoundedTile(p, tile, scratch).run();
-  Ahead ahead(p, tile, sizeof(uint16_t));
+  Ahead ahead(p, tile, sizeof(uint16_t), kBlockKeys);
   for (const Tile* one = &tile; one; one = one->next) {
     FewRoundedTile(p, *one, scratch, ahead).run();
   }
@@ -217,6 +221,6 @@ void write(const Write& p) { attention_loops_avx512.write(p); }
 namespace jaxinfer {
 
 extern const Loops attention_loops_amx;
-const Loops attention_loops_amx = {attend, merge, write};
+const Loops attention_loops_amx = {attend, merge, write, true};
 
 }  // namespace jaxinfer

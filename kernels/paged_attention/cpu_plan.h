@@ -8,6 +8,7 @@
 
 #include "../cpp/memory.h"
 #include "cpu_attention.h"
+#include "cpu_keys.h"
 
 namespace jaxinfer {
 
@@ -21,10 +22,12 @@ struct Rows {
 
 class Plan {
  public:
-  // Also fills in the zeros of tokens that see no key. `tiny_work`: multiplications below which
-  // handing tiles to other threads costs more than it saves.
-  Plan(const Attention& p, const Rows& rows, int64_t num_threads, int64_t tiny_work = 1 << 21)
-      : p_(p), heads_(p.num_heads / p.cache.num_kv_heads) {
+  // Also fills in the zeros of tokens that see no key. `tile_rows`: queries times heads of a tile.
+  // `tiny_work`: multiplications below which handing tiles to other threads costs more than it
+  // saves.
+  Plan(const Attention& p, const Rows& rows, int64_t tile_rows, int64_t num_threads,
+       int64_t tiny_work = 1 << 21)
+      : p_(p), heads_(p.num_heads / p.cache.num_kv_heads), tile_rows_(tile_rows) {
     add_rows(rows);
     is_tiny = work_ < tiny_work;
     int64_t most = work_of_all();
@@ -33,9 +36,8 @@ class Plan {
       split(most);
     }
     // The largest first, or all others would wait for it.
-    std::stable_sort(tiles.begin(), tiles.end(), [this](const Tile& a, const Tile& b) {
-      return work_of(a) > work_of(b);
-    });
+    sort();
+    if (num_threads > 1 && !is_tiny) even_out(num_threads);
     chain(most);
   }
 
@@ -51,7 +53,7 @@ class Plan {
   // Bringing a key costs as much as multiplying it with so many rows.
   static constexpr int64_t kRowsPerKey = 8;
   static constexpr int64_t kPartsPerThread = 4;
-  // States of more rows than this are not worth keeping.
+  // States of more rows than this are not worth keeping; tiles of fewer not worth cutting.
   static constexpr int64_t kMostSplitRows = 16;
 
   int64_t num_rows_of(const Tile& tile) const { return tile.num_queries * heads_; }
@@ -95,27 +97,65 @@ class Plan {
   }
 
   void add_row(int64_t row, int64_t begin, int64_t end, int64_t kv_len) {
-    const int64_t most = std::max<int64_t>(kTileRows / heads_, 1);
+    const int64_t most = std::max<int64_t>(tile_rows_ / heads_, 1);
     for (int64_t token = begin; token < end; token += most) {
       Tile tile{};
       tile.row = row, tile.first_token = token;
       tile.num_queries = std::min(most, end - token);
       tile.first_position = kv_len - (end - token);
-      const int64_t first_key = std::max<int64_t>(tile.first_position - p_.window + 1, 0);
-      const int64_t last_key = tile.first_position + tile.num_queries - 1;
-      tile.first_span = first_key / kSpanKeys;
-      tile.last_span = last_key / kSpanKeys + 1;
+      find_spans(tile);
       // All KV heads of few rows: together they are read in the order of memory.
       tile.num_kv_heads = is_few(tile) ? p_.cache.num_kv_heads : 1;
       scratch_floats = std::max(
           scratch_floats, jaxinfer::scratch_floats(p_, num_rows_of(tile), tile.num_kv_heads));
-      work_ += (last_key - first_key + 1) * (num_rows_of(tile) + kRowsPerKey) * 2 *
-               p_.cache.head_dim * p_.cache.num_kv_heads;
+      const int64_t num_keys = end_key_of(tile) - first_key_of(p_, tile);
+      work_ += num_keys * (num_rows_of(tile) + kRowsPerKey) * 2 * p_.cache.head_dim *
+               p_.cache.num_kv_heads;
       for (int64_t head = 0; head < p_.cache.num_kv_heads; head += tile.num_kv_heads) {
         tile.kv_head = head;
         tiles.push_back(tile);
       }
     }
+  }
+
+  void find_spans(Tile& tile) const {
+    tile.first_span = first_seen(p_, tile.first_position) / kSpanKeys;
+    tile.last_span = (tile.first_position + tile.num_queries - 1) / kSpanKeys + 1;
+  }
+
+  void sort() {
+    std::stable_sort(tiles.begin(), tiles.end(), [this](const Tile& a, const Tile& b) {
+      return work_of(a) > work_of(b);
+    });
+  }
+
+  // Cuts the least of a few large tiles where there is not one for each thread any more, so that
+  // all threads take part in them. No part has few rows: that would change its bits.
+  void even_out(int64_t num_threads) {
+    const auto is_large = [this](const Tile& tile) { return num_rows_of(tile) > kTileRows / 2; };
+    const int64_t count = std::count_if(tiles.begin(), tiles.end(), is_large);
+    const int64_t left = count % num_threads;
+    if (left == 0 || count > kPartsPerThread * num_threads) return;
+    const int64_t least = kMostSplitRows / heads_ + 1;  // queries of a part
+    std::vector<Tile> parts;
+    int64_t index = 0;
+    for (const Tile& tile : tiles) {
+      int64_t num_parts = 1;
+      if (is_large(tile) && index++ >= count - left) {
+        num_parts = std::clamp<int64_t>(tile.num_queries / least, 1, num_threads / left);
+      }
+      if (num_parts == 1) parts.push_back(tile);
+      for (int64_t i = 0; i < num_parts && num_parts > 1; ++i) {
+        const int64_t first = tile.num_queries * i / num_parts;
+        Tile part = tile;
+        part.num_queries = tile.num_queries * (i + 1) / num_parts - first;
+        part.first_token += first, part.first_position += first;
+        find_spans(part);
+        parts.push_back(part);
+      }
+    }
+    tiles.swap(parts);
+    sort();
   }
 
   // Cuts tiles if threads would otherwise run out of them: those whose KV heads are much work
@@ -179,7 +219,7 @@ class Plan {
   }
 
   const Attention& p_;
-  const int64_t heads_;
+  const int64_t heads_, tile_rows_;
   int64_t work_ = 0;
   std::vector<Tile> chained_;
   std::vector<float> partial_;

@@ -245,7 +245,7 @@ class TileLoops : TileRows {
 
 template <class Type>
 void attend_all(const Attention& p, const Tile& tile, float* scratch) {
-  Ahead ahead(p, tile, sizeof(typename Type::Held));
+  Ahead ahead(p, tile, sizeof(typename Type::Held), kBlockKeys);
   for (const Tile* one = &tile; one; one = one->next) {
     TileLoops(p, *one, scratch, ahead).run<Type>();
   }
@@ -267,6 +267,6 @@ void merge(const Attention& p, const Tile& tile) { TileRows(p, tile).merge_spans
 namespace jaxinfer {
 
 extern const Loops LOOPS;
-const Loops LOOPS = {attend, merge, write};
+const Loops LOOPS = {attend, merge, write, false};
 
 }  // namespace jaxinfer

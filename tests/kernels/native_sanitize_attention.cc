@@ -112,7 +112,7 @@ void make(Random& random, Step& step) {
 
 void attend(const Step& step, const Loops& loops, bool threads) {
   Pool pool;
-  const Plan plan(step.p, step.rows, threads ? 4 : 1);
+  const Plan plan(step.p, step.rows, tile_rows(loops, step.p.cache), threads ? 4 : 1);
   const auto run = [&](int64_t i) {
     std::vector<float> scratch(static_cast<size_t>(plan.scratch_floats), NAN);
     loops.attend(step.p, plan.tiles[static_cast<size_t>(i)], scratch.data());
@@ -124,7 +124,7 @@ void attend(const Step& step, const Loops& loops, bool threads) {
 // The bits may not depend on how work is cut: into parts, or into tiles that follow one another.
 bool is_the_same_in_parts(const Step& step, const Loops& loops) {
   const std::vector<float> whole = step.out;
-  const Plan plan(step.p, step.rows, 3, 0);
+  const Plan plan(step.p, step.rows, tile_rows(loops, step.p.cache), 3, 0);
   std::vector<float> scratch(static_cast<size_t>(plan.scratch_floats), NAN);
   for (size_t i = plan.tiles.size(); i-- > 0;) {
     loops.attend(step.p, plan.tiles[i], scratch.data());
@@ -152,7 +152,7 @@ bool is_rounded(const Step& step, const Loops& loops, int64_t row, int64_t token
   if (&loops != find_attention("amx") || step.p.cache.type != Elements::kBfloat16) return false;
   if (step.p.cache.head_dim % 32 == 0) return true;
   const int64_t heads = step.p.num_heads / step.p.cache.num_kv_heads;
-  const int64_t most = std::max<int64_t>(kTileRows / heads, 1);
+  const int64_t most = std::max<int64_t>(tile_rows(loops, step.p.cache) / heads, 1);
   const int64_t end = step.cu_q_lens[static_cast<size_t>(row) + 1];
   const int64_t done = token - step.cu_q_lens[static_cast<size_t>(row)];
   return std::min(most, end - (token - done % most)) * heads > kFewRows;
