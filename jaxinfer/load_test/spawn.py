@@ -1,15 +1,17 @@
-"""Runs `jaxinfer serve` for as long as it is measured."""
+"""Runs a server, `jaxinfer serve` or another, for as long as it is measured."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import IO
 
 COMMAND = (sys.executable, "-m", "jaxinfer", "serve")
 _POLL_S = 0.1
@@ -18,10 +20,19 @@ _STOP_S = 40.0
 
 
 @contextlib.contextmanager
-def spawned_server(flags: Sequence[str]) -> Iterator[str]:
+def spawned_server(
+    flags: Sequence[str],
+    command: Sequence[str] | None = None,
+    env: Mapping[str, str] | None = None,
+    log: IO[bytes] | None = None,
+) -> Iterator[str]:
     """Starts a server on a free port, yields its URL when it is ready, and stops it.
 
-    What it logs goes to our standard error.
+    Args:
+      flags: for it, beside --host and --port.
+      command: another program that takes these two and has /health; None is ours.
+      env: variables beside our own.
+      log: where its standard error goes; None is ours.
 
     Raises:
       ValueError: it ended before it was ready, or takes too long.
@@ -32,7 +43,12 @@ def spawned_server(flags: Sequence[str]) -> Iterator[str]:
     url = f"http://127.0.0.1:{port}"
     # The last of a flag counts: the port is ours whatever was asked for.
     own = ["--host", "127.0.0.1", "--port", str(port)]
-    server = subprocess.Popen([*COMMAND, *flags, *own], stdout=subprocess.DEVNULL)
+    server = subprocess.Popen(
+        [*(command or COMMAND), *flags, *own],
+        stdout=subprocess.DEVNULL,
+        stderr=log,
+        env={**os.environ, **(env or {})},
+    )
     try:
         _wait_until_ready(server, url)
         yield url
