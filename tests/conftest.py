@@ -1,6 +1,7 @@
 """Strict JAX settings for every test, two virtual CPU devices, and the two real models."""
 
 import os
+from pathlib import Path
 
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -10,8 +11,17 @@ import jax
 import pytest
 from jaxtyping import install_import_hook
 
-# Every shape and dtype annotation of the package is checked at run time while testing.
-_hook = install_import_hook(["jaxinfer", "kernels"], "beartype.beartype")
+
+def _array_modules():
+    """Names of modules that annotate arrays; in all others mypy is enough, and checks take time."""
+    root = Path(__file__).parent.parent
+    for path in sorted([*root.glob("jaxinfer/**/*.py"), *root.glob("kernels/**/*.py")]):
+        if "from jaxtyping" in path.read_text(encoding="utf-8"):
+            yield ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+
+
+# Every shape and dtype annotation is checked at run time while testing.
+_hook = install_import_hook(list(_array_modules()), "beartype.beartype")
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
