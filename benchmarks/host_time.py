@@ -1,4 +1,4 @@
-"""What the host does for a decode step of many rows: scheduling, packing, reading, text.
+"""What the host does for a decode step of many rows: schedule, pack, read, make and hand over text.
 
 The engine is real, around a tiny model whose decode program is replaced by one that answers at
 once, so that all that is timed is the host's own. The last line is one JSON object.
@@ -7,9 +7,11 @@ once, so that all that is timed is the host's own. The last line is one JSON obj
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import statistics
 import sys
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -22,10 +24,12 @@ import jax
 import numpy as np
 
 from jaxinfer.config import EngineConfig
+from jaxinfer.delivery import Batch, Mailbox, deliver_all
 from jaxinfer.engine import Engine
 from jaxinfer.model_loading import make_mesh
 from jaxinfer.models import load_model_module
 from jaxinfer.nn.context import ModelContext
+from jaxinfer.outputs import OutputDelta
 from jaxinfer.request import EngineRequest
 from jaxinfer.runner.loader import init_random, make_abstract_model
 from jaxinfer.runner.programs import StepOutput
@@ -77,10 +81,10 @@ def answer_at_once(engine: Engine, num_rows: int) -> None:
 
 
 class Clock:
-    """Seconds by name, of functions that are replaced by timed ones."""
+    """Seconds of each call by name, of functions that are replaced by timed ones."""
 
     def __init__(self) -> None:
-        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.seconds: defaultdict[str, list[float]] = defaultdict(list)
 
     def watch(self, owner: Any, name: str) -> None:
         """Times every call of `owner.name` from here on."""
@@ -89,14 +93,14 @@ class Clock:
         def timed(*args: Any) -> Any:
             began = time.perf_counter()
             result = call(*args)
-            self.seconds[name] += time.perf_counter() - began
+            self.seconds[name].append(time.perf_counter() - began)
             return result
 
         setattr(owner, name, timed)
 
 
 def measure(num_rows: int, num_steps: int) -> dict[str, float]:
-    """Microseconds of a step's parts; the whole is a median of steps."""
+    """Microseconds of a step and of its parts: medians of steps."""
     engine = make_engine(num_rows)
     params = SamplingParams(max_tokens=900, ignore_eos=True)
     for index in range(num_rows):
@@ -117,11 +121,29 @@ def measure(num_rows: int, num_steps: int) -> dict[str, float]:
     whole = []
     for _ in range(num_steps):
         began = time.perf_counter()
-        num_deltas = len(engine.step())
+        deltas = engine.step()
         whole.append(time.perf_counter() - began)
-        assert num_deltas == num_rows
-    parts = {name: seconds * 1e6 / num_steps for name, seconds in clock.seconds.items()}
-    return {"step": statistics.median(whole) * 1e6, **parts}
+        assert len(deltas) == num_rows
+    clock.seconds |= {"step": whole, "deliver": deliver_often(deltas, num_steps)}
+    return {name: statistics.median(seconds) * 1e6 for name, seconds in clock.seconds.items()}
+
+
+def deliver_often(deltas: list[OutputDelta], num_steps: int) -> list[float]:
+    """Seconds it takes to hand deltas over to a loop on which each has a client of its own."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    batches: list[tuple[str, Mailbox, Batch]] = [
+        (delta.request_id, Mailbox(loop, asyncio.Queue()), [delta]) for delta in deltas
+    ]
+    seconds = []
+    for _ in range(num_steps):
+        began = time.perf_counter()
+        deliver_all(batches)
+        seconds.append(time.perf_counter() - began)
+        # Nothing of this step is left to do when the next is measured.
+        asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result()
+    loop.call_soon_threadsafe(loop.stop)
+    return seconds
 
 
 def main() -> None:

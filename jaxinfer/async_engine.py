@@ -7,12 +7,13 @@ import gc
 import logging
 import queue
 import threading
-from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from jaxinfer.collection import paused_collection
 from jaxinfer.config import EngineConfig
+from jaxinfer.delivery import Batch, Deliver, Mailbox, call, deliver_all
 from jaxinfer.engine import Engine, EngineStats
 from jaxinfer.outputs import OutputDelta
 from jaxinfer.request import EngineDeadError, EngineRequest, QueueFullError
@@ -25,9 +26,6 @@ __all__ = ["AsyncEngine", "EngineDeadError", "EngineRequest", "EngineStats", "Qu
 
 logger = logging.getLogger(__name__)
 
-Batch = list[OutputDelta] | Exception
-"""What one step added to one request, or why the engine did not take the request."""
-Deliver = Callable[[Batch], None]
 State = Literal["loading", "ready", "draining", "dead"]
 
 
@@ -175,6 +173,11 @@ class AsyncEngine:
         return self.loaded.default_params
 
     @property
+    def settings(self) -> Mapping[str, str]:
+        """All settings by name, as text: the values in effect."""
+        return self.loaded.settings
+
+    @property
     def max_model_len(self) -> int:
         """Context limit in tokens."""
         return self.loaded.engine.max_model_len
@@ -246,9 +249,8 @@ class AsyncEngine:
           EngineDeadError, QueueFullError: as `submit`.
           InvalidParameter: the engine refused the request.
         """
-        loop = asyncio.get_running_loop()
         arrived: asyncio.Queue[Batch] = asyncio.Queue()
-        self.submit(request, lambda batch: _post(loop, arrived, batch))
+        self.submit(request, Mailbox(asyncio.get_running_loop(), arrived))
         num_open = request.params.n
         try:
             while num_open:
@@ -326,7 +328,7 @@ class AsyncEngine:
             with self._idle:
                 refused = self._open.pop(request.request_id)
                 self._idle.notify_all()
-            _call(refused.deliver, error)
+            call(refused.deliver, error)
         self._stats = engine.stats()
 
     def _abort(self, engine: Engine, request_id: str) -> None:
@@ -338,27 +340,31 @@ class AsyncEngine:
         by_request: dict[str, list[OutputDelta]] = {}
         for delta in deltas:
             by_request.setdefault(delta.request_id, []).append(delta)
-        for request_id, batch in by_request.items():
-            receiver = self._settle(request_id, batch)
-            if receiver is not None and not _call(receiver.deliver, batch):
-                with self._idle:
-                    self._open.pop(request_id, None)
-                    self._idle.notify_all()
-                engine.abort(request_id)
-                self._stats = engine.stats()
+        for request_id in deliver_all(self._settle(by_request)):
+            with self._idle:
+                self._open.pop(request_id, None)
+                self._idle.notify_all()
+            engine.abort(request_id)
+            self._stats = engine.stats()
 
-    def _settle(self, request_id: str, batch: list[OutputDelta]) -> _Open | None:
-        """Forgets the completions that ended, and the request after its last one."""
+    def _settle(
+        self, by_request: dict[str, list[OutputDelta]]
+    ) -> list[tuple[str, Deliver, list[OutputDelta]]]:
+        """Says to whom deltas go; forgets completions that ended, and requests with the last."""
+        addressed = []
         with self._idle:
-            receiver = self._open.get(request_id)
-            if receiver is not None:
-                receiver.indices -= {
-                    delta.index for delta in batch if delta.finish_reason is not None
-                }
+            for request_id, batch in by_request.items():
+                receiver = self._open.get(request_id)
+                if receiver is None:
+                    continue
+                addressed.append((request_id, receiver.deliver, batch))
+                for delta in batch:
+                    if delta.finish_reason is not None:
+                        receiver.indices.discard(delta.index)
                 if not receiver.indices:
                     del self._open[request_id]
                     self._idle.notify_all()
-            return receiver
+        return addressed
 
     def _die(self, why: str) -> None:
         """Ends what is open; nothing can be submitted any more once the lock is free."""
@@ -372,29 +378,10 @@ class AsyncEngine:
                 OutputDelta(request_id, index, finish_reason="error", error=why)
                 for index in sorted(receiver.indices)
             ]
-            _call(receiver.deliver, deltas)
+            call(receiver.deliver, deltas)
 
 
 def _deltas(batch: Batch) -> list[OutputDelta]:
     if isinstance(batch, Exception):
         raise batch
     return batch
-
-
-def _post(loop: asyncio.AbstractEventLoop, arrived: asyncio.Queue[Batch], batch: Batch) -> None:
-    loop.call_soon_threadsafe(arrived.put_nowait, batch)
-
-
-def _call(deliver: Deliver, batch: Batch) -> bool:
-    """Calls back; returns whether anyone was there, so that the others' engine lives on."""
-    try:
-        deliver(batch)
-    except Exception as error:
-        # A RuntimeError is a loop that was closed while its task waited.
-        logger.log(
-            logging.INFO if isinstance(error, RuntimeError) else logging.ERROR,
-            "a request's client is gone: %s",
-            error,
-        )
-        return False
-    return True

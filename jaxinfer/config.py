@@ -95,7 +95,9 @@ class EngineConfig:
         None, "token budget of one step (default: 4096, on CPU 256)"
     )
     max_prefill_chunk_tokens: int | None = _flag(
-        None, "prompt tokens in a step that also decodes (default: 512, within the budget)"
+        None,
+        "prompt tokens in a step that also decodes (default: 512, within the budget; on CPU as "
+        "many as take up to twice as long as its decodes)",
     )
     max_decode_steps_before_prefill: int = _flag(
         8, "decode-only steps allowed while a request that fits is waiting"

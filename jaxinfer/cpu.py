@@ -30,3 +30,13 @@ def set_num_threads(num_threads: int | None) -> None:
     """Sizes the thread pool of XLA:CPU; None leaves it at one thread per core."""
     if num_threads is not None:
         os.environ["PJRT_NPROC"] = str(num_threads)
+
+
+def num_threads() -> int:
+    """Returns the threads of XLA:CPU's pool."""
+    given = os.environ.get("PJRT_NPROC")
+    if given is not None:
+        return int(given)
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

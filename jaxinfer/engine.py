@@ -24,7 +24,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Counts since the engine started, and what it holds now."""
+    """Counts since the engine started, and what it holds now.
+
+    Attributes:
+      prompt_tokens: of each completion whose prompt is done, those found in the prefix cache too.
+    """
 
     num_running: int
     num_waiting: int
@@ -278,7 +282,6 @@ class Engine:
         if plan.rows:
             wants_top = any(max(self._num_logprobs(row)) > 0 for row in plan.rows)
             self._totals.steps += 1
-            self._totals.prompt_tokens += plan.num_prompt_tokens
             self._pipeline.dispatch(plan, wants_top)
 
     def _recover(self, step: FailedStep) -> None:
@@ -321,7 +324,8 @@ class Engine:
         completion: Completion,
     ) -> OutputDelta | None:
         sequence = row.sequence
-        completion.prompt_logprobs.extend(result.prompt_logprobs)
+        if result.prompt_logprobs:
+            completion.prompt_logprobs += result.prompt_logprobs
         if completion.index == 0:  # its siblings find what it has computed
             completion.num_cached_tokens = sequence.num_cached
         if not result.finite:
@@ -330,12 +334,12 @@ class Engine:
         elif not result.token_ids and finish_reason is None:
             return None
         else:
+            prompt_done = row.start + row.num_tokens >= sequence.prompt_len
+            if prompt_done and not completion.has_prompt:
+                completion.has_prompt = True
+                self._totals.prompt_tokens += sequence.prompt_len
             delta = completion.delta(
-                result.token_ids,
-                result.logprobs,
-                finish_reason,
-                sequence.stop_token,
-                prompt_done=row.start + row.num_tokens >= sequence.prompt_len,
+                result.token_ids, result.logprobs, finish_reason, sequence.stop_token, prompt_done
             )
         self._totals.generation_tokens += len(delta.token_ids)
         if delta.finish_reason is not None:

@@ -63,11 +63,13 @@ class PreparedModel:
       model: filled, or abstract where there is `fill`.
       groups: its KV groups.
       fill: loads the weights into the model; None where they are there.
+      quant: the scheme its weights are rounded to at load, `auto` decided; None for none.
     """
 
     model: CausalLM
     groups: tuple[KVGroup, ...]
     fill: Callable[[], None] | None = None
+    quant: str | None = None
 
 
 def prepare_model(config: EngineConfig, checkpoint: Checkpoint, progress: bool) -> PreparedModel:
@@ -100,10 +102,10 @@ def prepare_model(config: EngineConfig, checkpoint: Checkpoint, progress: bool) 
     groups = module.kv_groups(model_config)
     if platform != "cpu" or not all(info.is_certain for info in infos.values()):
         fill()
-        return PreparedModel(model, groups)
+        return PreparedModel(model, groups, quant=config.quant)
     with _naming(checkpoint):
         abstract_weights(model, module, {name: info.codes for name, info in infos.items()})
-    return PreparedModel(model, groups, fill)
+    return PreparedModel(model, groups, fill, config.quant)
 
 
 def load_model(

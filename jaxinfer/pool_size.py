@@ -99,28 +99,6 @@ def decode_steps(config: EngineConfig, platform: str, weight_bytes: int) -> tupl
     return min(most, max(1, config.max_decode_steps_before_prefill)), rows
 
 
-def chunk_tokens(config: EngineConfig, budget: int, page_size: int) -> int | None:
-    """Returns the tokens of a chunk where prompts are always cut alike; None where they are not.
-
-    Whole pages, as many as a step holds: the fewer chunks, the faster; the smaller ones are, the
-    more of a cached prompt is found again.
-
-    Raises:
-      ConfigError: a step holds no page.
-    """
-    if not config.deterministic:
-        return None
-    name, most = "max_num_batched_tokens", budget
-    if config.max_prefill_chunk_tokens is not None:
-        name, most = "max_prefill_chunk_tokens", min(budget, config.max_prefill_chunk_tokens)
-    if most < page_size:
-        raise ConfigError(
-            f"{name} ({most}) must be at least page_size ({page_size}) with deterministic: prompts "
-            f"are cut into whole pages; raise it or lower page_size"
-        )
-    return most // page_size * page_size
-
-
 def pool_pages(
     config: EngineConfig, platform: str, page_bytes: int, page_size: int, budget: int, limit: int
 ) -> int:

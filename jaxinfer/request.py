@@ -72,6 +72,7 @@ class Completion:
     stops: StopStrings
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     num_cached_tokens: int = 0
+    has_prompt: bool = False  # it has begun to generate
     reports_prompt: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -97,8 +98,10 @@ class Completion:
                 self.text.push(token_ids[0]),
                 tuple(token_ids),
                 None if logprobs is None else tuple(logprobs),
-                prompt_logprobs=self._take_prompt_logprobs() if prompt_done else None,
-                num_cached_tokens=self.num_cached_tokens,
+                None,
+                None,
+                self._take_prompt_logprobs() if prompt_done and self.reports_prompt else None,
+                self.num_cached_tokens,
             )
         pieces: list[str] = []
         matched: str | None = None

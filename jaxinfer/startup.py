@@ -3,50 +3,42 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
-import jax
 from tqdm import tqdm
 
 from jaxinfer import cpu
 from jaxinfer.checkpoint import Checkpoint, open_checkpoint, resolve_model
+from jaxinfer.chunk_sizes import chunk_tokens, prefill_chunk, prefill_pace
 from jaxinfer.collection import paused_collection
 from jaxinfer.compilation_cache import set_compilation_cache
 from jaxinfer.config import ConfigError, EngineConfig
+from jaxinfer.effective_settings import engine_settings, one_line
 from jaxinfer.engine import Engine
 from jaxinfer.model_loading import context_length, prepare_model
 from jaxinfer.nn.config import KVGroup
 from jaxinfer.nn.decoder import CausalLM
-from jaxinfer.pool_size import (
-    chunk_tokens,
-    decode_steps,
-    make_cache_spec,
-    token_budget,
-    with_pool,
-)
+from jaxinfer.pool_size import decode_steps, make_cache_spec, token_budget, with_pool
 from jaxinfer.runner import host_memory
 from jaxinfer.runner.buckets import VERIFY_TOKENS
 from jaxinfer.runner.compile_watch import CompileWatch
 from jaxinfer.runner.kv_cache import CacheSpec
-from jaxinfer.runner.loader import parameter_bytes, parameters
+from jaxinfer.runner.loader import parameter_bytes
 from jaxinfer.runner.model_runner import ModelRunner, RunnerConfig
 from jaxinfer.scheduler.limits import SchedulerLimits
 from jaxinfer.scheduler.page_tables import GroupSpec, PageTables
 from jaxinfer.scheduler.prefix_cache import PrefixCache
 from jaxinfer.scheduler.scheduler import Scheduler
+from jaxinfer.startup_log import implementations, log_setup
 from jaxinfer.text.chat_template import ChatTemplate
 from jaxinfer.text.tokenizer import Tokenizer, load_tokenizer
-from kernels import paged_attention, quantized_matmul
-from kernels.quantized_matmul import QTensor
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +56,7 @@ class LoadedEngine:
       chat_template: one that is missing or broken says so when it renders.
       default_params: sampling settings the checkpoint recommends.
       device_kind: what the model runs on.
+      settings: all settings by name, as text: the values in effect.
     """
 
     engine: Engine
@@ -72,6 +65,7 @@ class LoadedEngine:
     chat_template: ChatTemplate
     default_params: dict[str, Any]
     device_kind: str
+    settings: Mapping[str, str] = field(default_factory=dict)
 
 
 @paused_collection()
@@ -101,10 +95,24 @@ def load_engine(config: EngineConfig, progress: bool = True) -> LoadedEngine:
         progress,
         prepared.fill,
     )
+    model_name = _model_name(config.model, path)
+    settings = engine_settings(
+        config,
+        engine.runner,
+        engine.scheduler.limits,
+        prepared.model,
+        {
+            "model": model_name,
+            "model_type": checkpoint.model_type,
+            "quant": prepared.quant,
+            **implementations(engine.runner, prepared.model),
+        },
+    )
+    logger.info("settings: %s", one_line(settings))
     logger.info("ready after %.1f s", time.monotonic() - began)
     return LoadedEngine(
         engine=engine,
-        model_name=_model_name(config.model, path),
+        model_name=model_name,
         tokenizer=tokenizer,
         chat_template=chat_template,
         default_params={
@@ -113,6 +121,7 @@ def load_engine(config: EngineConfig, progress: bool = True) -> LoadedEngine:
             if name in _DEFAULT_SAMPLING and value is not None
         },
         device_kind=prepared.model.context.mesh.devices.flat[0].device_kind,
+        settings=settings,
     )
 
 
@@ -159,7 +168,7 @@ def assemble_engine(
     # Models pad their embeddings: ids without a token are never sampled.
     vocab_size = min(model.config.vocab_size, tokenizer.vocab_size)
     runner = _make_runner(config, model, len(groups), vocab_size, watch)
-    limits = _limits(config, runner)
+    limits = _limits(config, runner, model)
     bar = partial(tqdm, desc="Compiling", unit="program", disable=not progress)
     if fill is None:
         runner.reset_device()
@@ -180,7 +189,7 @@ def assemble_engine(
     )
     salt = _cache_salt(config, model, runner.config.cache)
     cache = PrefixCache(tables, salt, limits.chunk_tokens) if config.prefix_cache else None
-    _log_setup(runner, limits, model, watch, cache is not None)
+    log_setup(runner, limits, model, watch, cache is not None)
     return Engine(
         runner,
         Scheduler(limits, tables, cache),
@@ -228,19 +237,16 @@ def _make_runner(
     return ModelRunner(model, with_pool(config, runner_config, model, watch), vocab_size, watch)
 
 
-def _limits(config: EngineConfig, runner: ModelRunner) -> SchedulerLimits:
+def _limits(config: EngineConfig, runner: ModelRunner, model: CausalLM) -> SchedulerLimits:
     budget = runner.config.max_num_batched_tokens
-    chunk = config.max_prefill_chunk_tokens
-    if chunk is None:
-        # Beside a full batch of decodes it must still fit the budget.
-        chunk = min(512, max(budget - config.max_num_seqs, 1))
     depth = config.pipeline_depth
     if depth is None:
         depth = 1
     return SchedulerLimits(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=budget,
-        max_prefill_chunk_tokens=min(chunk, budget),
+        max_prefill_chunk_tokens=prefill_chunk(config, budget),
+        prefill_pace=prefill_pace(config, model.config, runner.platform),
         max_decode_steps_before_prefill=config.max_decode_steps_before_prefill,
         decode_steps=runner.config.decode_steps,
         bulk_rows=runner.config.bulk_rows,
@@ -265,110 +271,3 @@ def _eos_token_ids(checkpoint: Checkpoint, tokenizer: Tokenizer) -> frozenset[in
         eos = values.get("eos_token_id")
         ids |= set(eos if isinstance(eos, list) else [] if eos is None else [eos])
     return frozenset(ids)
-
-
-def _log_setup(
-    runner: ModelRunner,
-    limits: SchedulerLimits,
-    model: CausalLM,
-    watch: CompileWatch,
-    has_prefix_cache: bool,
-) -> None:
-    """Says what was decided: device, implementations, ladders, pool."""
-    config, cache, context = runner.config, runner.config.cache, model.context
-    devices = context.mesh.devices.flat
-    logger.info(
-        "device: %d × %s (%s), activations %s, KV cache %s",
-        context.mesh.devices.size,
-        devices[0].device_kind,
-        context.platform,
-        context.dtype.name,
-        cache.dtype_name,
-    )
-    attention = paged_attention.choose(
-        jax.ShapeDtypeStruct(
-            (limits.max_num_seqs, model.config.num_heads, cache.head_dim), context.dtype
-        ),
-        cache.layer(config.num_pages),
-        platform=context.platform,
-        implementation=context.attention,
-    )
-    logger.info("paged_attention: %s", attention)
-    logger.info("decoder_layers: %s", _layers_choice(runner, model, limits.max_num_seqs))
-    _log_weights(model, limits.max_num_seqs)
-    logger.info(
-        "ladder: decode %s, tokens %s; %d programs, %d executables in %.1f s",
-        runner.ladders.decode,
-        runner.ladders.tokens,
-        runner.num_programs,
-        watch.num_compiles,
-        watch.seconds,
-    )
-    pages = config.num_pages - 1
-    logger.info(
-        "KV pool: %d tokens of %d bytes in %d pages of %d (%.0f MB); prefix cache %s; "
-        "context %d tokens",
-        pages * cache.page_size,
-        cache.token_bytes,
-        pages,
-        cache.page_size,
-        math.prod((pages, cache.page_bytes)) / 1e6,
-        "on" if has_prefix_cache else "off",
-        config.max_model_len,
-    )
-    logger.info(
-        "steps: %d sequences, %d tokens, %s, %d decode steps at once, pipeline depth %d, "
-        "speculation %s",
-        limits.max_num_seqs,
-        limits.max_num_batched_tokens,
-        _prompts(limits),
-        limits.bulk_steps(1),
-        limits.pipeline_depth,
-        _speculation(limits),
-    )
-
-
-def _prompts(limits: SchedulerLimits) -> str:
-    if limits.chunk_tokens is None:
-        return f"{limits.max_prefill_chunk_tokens} prompt tokens beside decodes"
-    size = limits.chunk_tokens
-    return f"deterministic: prompts cut at multiples of {size}, no decodes beside them"
-
-
-def _speculation(limits: SchedulerLimits) -> str:
-    if not limits.num_draft_tokens:
-        return "off"
-    most = limits.max_tokens_with_drafts
-    return f"of {limits.num_draft_tokens} tokens a sequence in steps of at most {most}"
-
-
-def _layers_choice(runner: ModelRunner, model: CausalLM, num_rows: int) -> str:
-    """Returns what runs all layers of a step in one call, or why each is run by itself."""
-    x = jax.ShapeDtypeStruct((num_rows, model.config.hidden_size), model.context.dtype)
-    cache = runner.config.cache.layer(runner.config.num_pages)
-    try:
-        return str(model.choose_fused(x, (cache,) * model.config.num_layers)[0])
-    except NotImplementedError as refusal:
-        return f"one by one ({refusal})"
-
-
-def _log_weights(model: CausalLM, num_rows: int) -> None:
-    """Says what the weights are kept as, and what multiplies each kind."""
-    context = model.context
-    sizes: Counter[str] = Counter()
-    choices = {}
-    for _, param in parameters(model):
-        for leaf in jax.tree.leaves(param.get_value(), is_leaf=lambda x: isinstance(x, QTensor)):
-            if isinstance(leaf, QTensor):
-                kind, num_bytes = f"{leaf.code} in groups of {leaf.group_size}", leaf.num_bytes
-                rows = jax.ShapeDtypeStruct((num_rows, leaf.shape[1]), context.dtype)
-                choices[leaf.code] = quantized_matmul.choose(
-                    rows, leaf, platform=context.platform, implementation=context.matmul
-                )
-            else:
-                kind, num_bytes = leaf.dtype.name, leaf.nbytes
-            sizes[kind] += num_bytes
-    kinds = ", ".join(f"{size / 1e6:.1f} MB of {kind}" for kind, size in sizes.most_common())
-    logger.info("weights: %s", kinds)
-    for code, choice in choices.items():
-        logger.info("quantized_matmul (%s): %s", code, choice)

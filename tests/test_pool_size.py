@@ -2,8 +2,9 @@
 
 import pytest
 
+from jaxinfer.chunk_sizes import chunk_tokens
 from jaxinfer.config import ConfigError, EngineConfig
-from jaxinfer.pool_size import chunk_tokens, decode_steps
+from jaxinfer.pool_size import decode_steps
 
 
 @pytest.mark.parametrize(

@@ -1,39 +1,17 @@
-"""Start-up: what is refused, how fast and in what words; what is decided where nothing is said."""
+"""Start-up: what is decided where nothing is said, and how a model is loaded."""
 
-import gc
-import importlib.util
 import json
 import os
-import re
-import shutil
-import socket
-import subprocess
-import sys
-import time
 from dataclasses import replace
-from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
-from checkpoint.builders import STRING, tiny_gguf
+from command import run
 from tiny_engine import CONTEXT, MAX_NUM_SEQS, VOCAB_SIZE, shared, tiny_model
 
-import jaxinfer
-from jaxinfer import (
-    _kernels_package,
-    async_engine,
-    cli,
-    model_loading,
-    platforms,
-    pool_size,
-    startup,
-)
-from jaxinfer._kernels_package import check_kernels_package
-from jaxinfer.async_engine import AsyncEngine
+from jaxinfer import model_loading, platforms, pool_size, startup, startup_log
 from jaxinfer.checkpoint.checkpoint import TensorInfo
-from jaxinfer.collection import paused_collection
 from jaxinfer.config import ConfigError, EngineConfig
 from jaxinfer.quantized_array import abstract_array
 from jaxinfer.runner import kv_cache
@@ -41,172 +19,6 @@ from jaxinfer.runner.compile_watch import CompileWatch
 from jaxinfer.startup import assemble_engine
 from jaxinfer.testing import byte_tokenizer
 from kernels import native, paged_attention
-
-ROOT = Path(__file__).parents[1]
-FAST_S = 10
-"""Importing jax takes one or two seconds of it; nothing of a model may be loaded first."""
-
-
-def run(*arguments, **environment):
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": path, **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-
-
-def refusal(*flags, **environment):
-    """Starts `serve.py`, which must refuse quickly and in one sentence; returns it."""
-    began = time.monotonic()
-    result = run("serve.py", "--port", "0", *flags, **environment)
-    assert time.monotonic() - began < FAST_S
-    assert result.returncode in (1, 2), result.stderr
-    assert "Traceback" not in result.stderr
-    assert result.stdout == ""
-    shown = ("INFO jaxinfer: listening", "Loading weights: ")
-    lines = [
-        line for line in result.stderr.splitlines() if line and not any(map(line.count, shown))
-    ]
-    [sentence] = lines
-    assert sentence.startswith("jaxinfer serve: ")
-    return sentence
-
-
-@pytest.fixture
-def directory(tmp_path):
-    """A directory whose index names two shards, of which one is there."""
-    path = tmp_path / "sharded"
-    path.mkdir()
-    (path / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 8}))
-    weight_map = {"model.a.weight": "model-1.safetensors", "model.b.weight": "model-2.safetensors"}
-    index = json.dumps({"metadata": {}, "weight_map": weight_map})
-    (path / "model.safetensors.index.json").write_text(index)
-    (path / "model-1.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
-    return path
-
-
-class TestRefusalsOfServe:
-    pytestmark = pytest.mark.slow
-
-    def test_a_file_that_was_cut(self, tmp_path):
-        whole = tiny_gguf().build()
-        path = tmp_path / "cut.gguf"
-        path.write_bytes(whole[: len(whole) // 2])
-        assert "cut.gguf" in refusal("--model", str(path))
-
-    def test_a_shard_that_is_absent(self, directory):
-        assert "model-2.safetensors" in refusal("--model", str(directory))
-
-    def test_an_architecture_nobody_knows(self, tmp_path):
-        builder = tiny_gguf().put("general.architecture", STRING, "mamba")
-        sentence = refusal("--model", str(builder.write(tmp_path / "m.gguf")))
-        assert "mamba" in sentence
-        assert "llama" in sentence
-
-    def test_a_model_that_is_nowhere(self):
-        assert "nosuch" in refusal("--model", "nosuch")
-        assert "no/such" in refusal("--model", "no/such")
-
-    def test_pickles(self, tmp_path):
-        (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-        (tmp_path / "pytorch_model.bin").write_bytes(b"")
-        assert "pickled weights" in refusal("--model", str(tmp_path))
-
-    @pytest.mark.parametrize(
-        ("flags", "words"),
-        [
-            (["--attention", "flash"], ["'flash'", "xla", "reference"]),
-            (["--matmul", "cutlass"], ["'cutlass'", "xla"]),
-            (["--quant", "int3"], ["'int3'", "int8", "int4"]),
-            (["--max-model-len", "99999"], ["99999", "8192"]),
-            (["--tensor-parallel", "3"], ["3", "1 cpu"]),
-            (["--model-type", "qwen3"], ["'qwen3'", "'llama'"]),
-            (["--kv-cache-memory", "1MiB", "--max-model-len", "2048"], ["2048", "kv_cache_memory"]),
-            (["--num-pages", "8", "--max-model-len", "512"], ["512", "128"]),
-            (["--chat-template", "nosuch"], ["nosuch"]),
-            (["--tokenizer-path", "/no/such"], ["/no/such"]),
-        ],
-    )
-    @pytest.mark.real_model
-    def test_flags_that_do_not_fit_the_model(self, smollm2_path, flags, words):
-        sentence = refusal("--model", str(smollm2_path), *flags, XLA_FLAGS="")
-        for word in words:
-            assert word in sentence
-
-    @pytest.mark.real_model
-    def test_nine_heads_on_two_devices(self, smollm2_path):
-        two = "--xla_force_host_platform_device_count=2"
-        flags = ("--model", str(smollm2_path), "--tensor-parallel", "2")
-        sentence = refusal(*flags, XLA_FLAGS=two)
-        assert re.search(r"\b9\b", sentence)
-        assert re.search(r"\b2\b", sentence)
-
-    def test_a_port_in_use(self):
-        with socket.socket() as sock:
-            sock.bind(("127.0.0.1", 0))
-            sock.listen()
-            port = sock.getsockname()[1]
-            result = run("serve.py", "--port", str(port))
-        assert result.returncode == 2
-        assert f"{port}: the port is in use" in result.stderr
-        assert len(result.stderr.splitlines()) == 1
-
-    def test_bench_refuses_as_serve_does(self):
-        result = run("-m", "jaxinfer", "bench", "--model", "nosuch", "--json")
-        assert (result.returncode, result.stdout) == (1, "")
-        assert result.stderr.startswith("jaxinfer bench: ")
-        assert "nosuch" in result.stderr
-        assert "Traceback" not in result.stderr
-
-
-class TestKernelsPackage:
-    def test_ours_is_accepted(self):
-        check_kernels_package()
-
-    @pytest.fixture
-    def site(self, tmp_path, monkeypatch):
-        """A folder from which `kernels` comes, as far as anyone can tell."""
-        package = tmp_path / "site" / "kernels"
-        package.mkdir(parents=True)
-        (package / "__init__.py").touch()
-        spec = SimpleNamespace(origin=str(package / "__init__.py"))
-        fake = SimpleNamespace(util=SimpleNamespace(find_spec=lambda name: spec))
-        monkeypatch.setattr(_kernels_package, "importlib", fake)
-        return package
-
-    def test_a_foreign_package_is_refused(self, site):
-        with pytest.raises(ImportError, match="pip uninstall kernels") as caught:
-            check_kernels_package()
-        assert str(site) in str(caught.value)
-
-    def test_files_of_both_are_refused(self, site):
-        (site / "dispatch.py").touch()
-        check_kernels_package()
-        (site.parent / "kernels-0.9.0.dist-info").mkdir()
-        with pytest.raises(ImportError, match="another distribution named `kernels`"):
-            check_kernels_package()
-
-    def test_the_command_says_it_in_one_sentence(self, site, capsys):
-        assert cli.main(["serve"]) == 1
-        error = capsys.readouterr().err
-        assert error.startswith("jaxinfer: another distribution")
-        assert error.count("\n") == 1
-
-    def test_the_library_checks_before_it_imports(self, site, monkeypatch):
-        monkeypatch.delitem(vars(jaxinfer), "LLM", raising=False)
-        with pytest.raises(ImportError, match="another distribution"):
-            jaxinfer.LLM  # noqa: B018
-        assert jaxinfer.SamplingParams
-
-    def test_a_missing_one(self, monkeypatch):
-        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-        with pytest.raises(ImportError, match="missing"):
-            check_kernels_package()
 
 
 class TestPoolSize:
@@ -304,7 +116,7 @@ def test_the_tiny_engine_has_the_ladder_it_logs(caplog):
     caplog.set_level("INFO", "jaxinfer")
     engine = shared().engine
     for has_cache in (True, False):
-        startup._log_setup(
+        startup_log.log_setup(
             engine.runner,
             engine.scheduler.limits,
             tiny_model()[0],
@@ -375,25 +187,6 @@ class TestOnTheRealModel:
         assert loaded.tokenizer.vocab_size > VOCAB_SIZE
 
 
-def test_the_package_is_found_where_it_is_copied(tmp_path):
-    """Both packages side by side, as a wheel installs them."""
-    for name in ("jaxinfer", "kernels"):
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
-    code = "from jaxinfer._kernels_package import check_kernels_package as c; c()"
-    assert run("-c", code, PYTHONPATH=str(tmp_path)).returncode == 0
-    (tmp_path / "kernels-1.0.dist-info").mkdir()
-    result = subprocess.run(
-        [sys.executable, "-m", "jaxinfer", "doctor"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (result.returncode, result.stdout) == (1, "")
-    assert "pip uninstall kernels" in result.stderr
-
-
 def test_without_the_native_kernel_quantized_weights_become_float32(monkeypatch, caplog):
     codes = abstract_array((1000, 512), "uint4", 32, np.dtype(np.float16), has_offset=True)
     name = "model.layers.0.mlp.up_proj.weight"
@@ -411,40 +204,3 @@ def test_without_the_native_kernel_quantized_weights_become_float32(monkeypatch,
     assert (kept.keeps_quantized, floats.keeps_quantized) == (native.LIBRARY.is_file(), False)
     assert floats.weight_dtype == "float32"
     assert f"{reason}: the quantized weights become float32, which costs 2 MB more" in caplog.text
-
-
-@pytest.mark.parametrize("was_enabled", [True, False])
-def test_nothing_is_collected_while_loading_and_then_what_was_before(was_enabled):
-    before = gc.isenabled()
-    try:
-        (gc.enable if was_enabled else gc.disable)()
-        assert paused_collection()(gc.isenabled)() is False
-        assert gc.isenabled() == was_enabled
-        with pytest.raises(ValueError, match="invalid literal"):
-            paused_collection()(int)("not a number")
-        assert gc.isenabled() == was_enabled
-    finally:
-        (gc.enable if before else gc.disable)()
-
-
-def test_what_loading_made_is_collected_once(monkeypatch):
-    seen = []
-
-    def load(_):
-        return [[] for _ in range(100_000)]
-
-    def on_collection(phase, info):
-        if phase == "start":
-            seen.append(info["generation"])
-
-    monkeypatch.setattr(async_engine, "load_engine", load)
-    monkeypatch.setattr(AsyncEngine, "_start", lambda *_: seen.append("ready"))
-    gc.callbacks.append(on_collection)
-    try:
-        AsyncEngine(EngineConfig()).load()
-    finally:
-        gc.callbacks.remove(on_collection)
-        frozen = gc.get_freeze_count()
-        gc.unfreeze()
-    assert seen[:2] == [2, "ready"]
-    assert frozen > 100_000

@@ -1,5 +1,6 @@
 """A real engine around a tiny random model, compiled once, for tests of what stands above it."""
 
+import dataclasses
 import functools
 
 import numpy as np
@@ -21,22 +22,31 @@ MAX_OPEN = 10
 TEMPLATE = "{% for m in messages %}[{{ m.content }}]{% endfor %}{{ suffix | default('') }}"
 
 
+def tiny_model(model_type="llama", tensor_parallel=1, context=(), **changes):
+    """A filled float32 model with the byte vocabulary, and its KV groups.
+
+    `context` are (name, value) pairs of a ModelContext that is not the exact one; `changes` are of
+    the model's configuration.
+    """
+    return _tiny_model(model_type, tensor_parallel, tuple(context), tuple(changes.items()))
+
+
 @functools.cache
-def tiny_model(model_type="llama"):
-    """A filled float32 model with the byte vocabulary, and its KV groups."""
+def _tiny_model(model_type, tensor_parallel, context_changes, changes):
     module = load_model_module(model_type)
-    config = module.Config.from_hf(
-        module.TINY_HF_CONFIG | {"vocab_size": VOCAB_SIZE, "max_position_embeddings": CONTEXT}
-    )
+    sizes = {"vocab_size": VOCAB_SIZE, "max_position_embeddings": CONTEXT}
+    config = module.Config.from_hf(module.TINY_HF_CONFIG | sizes | dict(changes))
     context = ModelContext(
-        mesh=make_mesh(1),
+        mesh=make_mesh(tensor_parallel),
         platform="cpu",
         dtype=np.dtype("float32"),
         weight_dtype=np.dtype("float32"),
         precision="highest",
     )
-    model = make_abstract_model(module, config, context)
-    init_random(model, 0)
+    model = make_abstract_model(
+        module, config, dataclasses.replace(context, **dict(context_changes))
+    )
+    init_random(model, seed=0)
     return model, module.kv_groups(config)
 
 

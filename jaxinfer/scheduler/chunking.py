@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
+from jaxinfer.scheduler.pace import PrefillPace
 from jaxinfer.scheduler.page_tables import PageTables
 from jaxinfer.scheduler.plan import PlannedRow
 from jaxinfer.scheduler.sequence import Sequence
@@ -11,16 +13,24 @@ from jaxinfer.scheduler.sequence import Sequence
 
 @dataclass(slots=True)
 class StepBudget:
-    """Tokens left in the step being planned."""
+    """What is left of the step being planned.
+
+    Attributes:
+      tokens: of any kind.
+      prefill_tokens: of prompts.
+      prefill_work: of prompts too, as `PrefillPace` counts it.
+      rows: what is planned.
+    """
 
     tokens: int
     prefill_tokens: int
+    prefill_work: float = math.inf
     rows: dict[str, PlannedRow] = field(default_factory=dict)
 
     @property
     def chunk(self) -> int:
         """Tokens that the next chunk may have."""
-        return min(self.tokens, self.prefill_tokens)
+        return min(self.tokens, self.prefill_tokens) if self.prefill_work > 0 else 0
 
 
 class FreeChunks:
@@ -28,20 +38,38 @@ class FreeChunks:
 
     Args:
       tables: the pages.
-      beside_decodes: prompt tokens in a step that also decodes.
+      most: prompt tokens in a step that also decodes.
+      pace: what such a step has time for; None for as many tokens always.
       reach: tokens by which a sequence computes ahead of where its window lets go of pages.
     """
 
     decodes_first = True
 
-    def __init__(self, tables: PageTables, beside_decodes: int, reach: int) -> None:
-        self.beside_decodes = beside_decodes
+    def __init__(self, tables: PageTables, most: int, pace: PrefillPace | None, reach: int) -> None:
+        self._most = most
+        self._pace = pace
         self._tables = tables
         self._reach = reach
 
+    def limit_prefill(self, budget: StepBudget) -> None:
+        """Leaves prompts what they may have beside the decodes that are planned."""
+        budget.prefill_tokens = self._most
+        if self._pace is not None:
+            budget.prefill_work = self._pace.of_step(len(budget.rows))
+
     def size(self, start: int, end: int, budget: StepBudget) -> int:
         """Tokens of `[start, end)` that the step computes; 0 or less for none."""
-        return min(end - start, budget.chunk)
+        most = budget.chunk
+        if self._pace is not None and budget.prefill_work < math.inf:
+            most = min(most, self._pace.num_tokens(start, budget.prefill_work))
+        return min(end - start, most)
+
+    def spend(self, start: int, count: int, budget: StepBudget) -> None:
+        """Takes a chunk from what is left."""
+        budget.tokens -= count
+        budget.prefill_tokens -= count
+        if self._pace is not None:
+            budget.prefill_work -= count * self._pace.of_token(start)
 
     def has_room(self, sequence: Sequence, running: list[Sequence]) -> bool:
         """Whether a sequence, which holds what was cached of it, finds pages to begin with."""
@@ -74,8 +102,6 @@ class FixedChunks:
       ValueError: a chunk would end within a page.
     """
 
-    beside_decodes = 0
-
     def __init__(self, tables: PageTables, size: int, reach: int) -> None:
         if size < 1 or size % tables.page_size:
             raise ValueError(
@@ -90,6 +116,15 @@ class FixedChunks:
         """Tokens of `[start, end)` that the step computes: a whole chunk, or 0."""
         count = min(end, (start // self._size + 1) * self._size) - start
         return count if count <= budget.chunk else 0
+
+    def limit_prefill(self, budget: StepBudget) -> None:
+        """Leaves prompts nothing beside decodes."""
+        budget.prefill_tokens = 0
+
+    def spend(self, start: int, count: int, budget: StepBudget) -> None:
+        """Takes a chunk from what is left."""
+        budget.tokens -= count
+        budget.prefill_tokens -= count
 
     def has_room(self, sequence: Sequence, running: list[Sequence]) -> bool:
         """Whether a sequence finds pages to its end, whatever those that run come to need."""

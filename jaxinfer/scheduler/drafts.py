@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+from jaxinfer.scheduler.drafter import Drafter
 from jaxinfer.scheduler.page_tables import PageTables
 from jaxinfer.scheduler.plan import PlannedRow, StepPlan
 from jaxinfer.scheduler.sequence import Sequence, SequenceStatus
@@ -77,8 +78,12 @@ class Drafts:
             drafts = drafts[:-1]
         return drafts
 
-    def settle(self, row: PlannedRow, token_ids: Iterable[int]) -> None:
-        """Takes what a row sampled: forgets what it computed of wrong drafts."""
+    def settle(self, row: PlannedRow, drafter: Drafter, token_ids: Iterable[int]) -> None:
+        """Takes what a row sampled: forgets what it computed of wrong drafts.
+
+        Args:
+          drafter: the sequence's.
+        """
         sequence, ids = row.sequence, list(token_ids)
         if row.num_drafts:
             sequence.is_verifying = False
@@ -86,10 +91,8 @@ class Drafts:
             self.num_drafts += 1
             self.num_tokens += row.num_drafts
             self.num_accepted += num_accepted
-            if sequence.drafter is not None:
-                sequence.drafter.learn(row.num_drafts, num_accepted)
+            drafter.learn(row.num_drafts, num_accepted)
             if sequence.status is SequenceStatus.RUNNING:  # not preempted since
                 sequence.num_computed = row.start + 1 + num_accepted
                 self._tables.shrink(sequence, sequence.num_computed)
-        if sequence.drafter is not None:
-            sequence.drafter.extend(ids)
+        drafter.extend(ids)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from jaxinfer.scheduler.pace import PrefillPace
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
@@ -13,6 +15,7 @@ class SchedulerLimits:
       max_num_seqs: sequences running together.
       max_num_batched_tokens: tokens in a step.
       max_prefill_chunk_tokens: prompt tokens in a step that also decodes.
+      prefill_pace: what such a step has time for; None for as many tokens always.
       max_decode_steps_before_prefill: decode-only steps that may be dispatched in bulk, and so
         pass before a request that arrives meanwhile is looked at.
       decode_steps: decode steps in one dispatch when nothing waits and at most `bulk_rows` run.
@@ -33,6 +36,7 @@ class SchedulerLimits:
     num_draft_tokens: int = 0
     max_tokens_with_drafts: int = 0
     chunk_tokens: int | None = None
+    prefill_pace: PrefillPace | None = None
 
     def __post_init__(self) -> None:
         if self.max_num_batched_tokens < self.max_num_seqs:

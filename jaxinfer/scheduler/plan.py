@@ -60,7 +60,7 @@ class PlannedRow:
         """Tokens the row samples at most."""
         if not self.samples:
             return 0
-        return self.num_tokens if self.is_decode else 1 + self.num_drafts
+        return 1 + self.num_drafts if self.token_ids else self.num_tokens
 
 
 @dataclass(slots=True)

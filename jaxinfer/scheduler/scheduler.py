@@ -1,6 +1,7 @@
-"""Continuous batching: each step is one token budget, spent on running sequences, then on waiting.
+"""Continuous batching: each step is one token budget, spent on decodes, then on prompts.
 
-A prompt, a chunk of a prompt and a decode are the same thing with different token counts.
+A prompt, a chunk of a prompt and a decode are the same thing with different token counts. Prompts
+are computed first come, first served within a priority, whether they were begun already or wait.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 
 from jaxinfer.scheduler.chunking import FixedChunks, FreeChunks, StepBudget
 from jaxinfer.scheduler.drafts import Drafts
@@ -20,6 +22,8 @@ from jaxinfer.scheduler.sequence import Sequence, SequenceFinish, SequenceStatus
 
 MAX_PASSED_OVER = 32
 """Sequences in one step that others may overtake because their next page is being computed."""
+
+_order = attrgetter("order")
 
 
 @dataclass(slots=True)
@@ -54,7 +58,9 @@ class Scheduler:
         self.num_preemptions = 0
         self.chunks: FreeChunks | FixedChunks
         if limits.chunk_tokens is None:
-            self.chunks = FreeChunks(tables, limits.max_prefill_chunk_tokens, self._reach)
+            self.chunks = FreeChunks(
+                tables, limits.max_prefill_chunk_tokens, limits.prefill_pace, self._reach
+            )
         else:
             self.chunks = FixedChunks(tables, limits.chunk_tokens, self._reach)
         self.drafts = Drafts(tables, limits.max_tokens_with_drafts)
@@ -118,9 +124,12 @@ class Scheduler:
         else:
             others, preempted = list(self.running), False
         if budget.rows:
-            budget.prefill_tokens = self.chunks.beside_decodes
-        for sequence in others:
-            if sequence.status is SequenceStatus.RUNNING and not sequence.is_decoding:
+            self.chunks.limit_prefill(budget)
+        prompts = [sequence for sequence in others if not sequence.is_decoding]
+        for sequence in sorted(prompts, key=_order):
+            if not preempted:
+                self._admit(plan, budget, before=sequence)
+            if sequence.status is SequenceStatus.RUNNING:
                 preempted |= self._plan_prefill(sequence, plan, budget)
         if not preempted:
             self._admit(plan, budget)
@@ -130,7 +139,11 @@ class Scheduler:
         plan.rows = list(budget.rows.values())
         self.chunks.took(plan.rows)
         for row in plan.rows:
-            self._advance(row)
+            sequence = row.sequence
+            sequence.num_computed += row.num_tokens
+            sequence.num_in_flight += row.num_sampled
+            if row.score_from is not None:
+                sequence.num_scored = sequence.num_computed
         return plan if plan.rows else None
 
     def update(
@@ -144,18 +157,21 @@ class Scheduler:
         Pages of sequences in `not_finite`, also by `seq_id`, are forgotten.
         """
         updates = []
+        is_watching, finished = self.quarantine.is_watching, SequenceStatus.FINISHED
         for row in plan.rows:
             sequence = row.sequence
             sequence.num_in_flight -= row.num_sampled
-            if self.quarantine.is_watching:
+            if is_watching:
                 self.quarantine.confirm(row)
-            if sequence.status is SequenceStatus.FINISHED:
+            if sequence.status is finished:
                 continue
             token_ids = sampled[sequence.seq_id] if row.samples else []
-            sequence.token_ids.extend(token_ids)
+            sequence.token_ids += token_ids
             if sequence.drafter is not None:
-                self.drafts.settle(row, token_ids)
-            self._confirm(row, len(token_ids), sequence.seq_id not in not_finite)
+                self.drafts.settle(row, sequence.drafter, token_ids)
+            if not_finite and self.cache is not None and sequence.seq_id in not_finite:
+                self.cache.distrust(sequence)
+            self._confirm(row, len(token_ids))
             self._finish_if_complete(row, token_ids)
             updates.append(SequenceUpdate(sequence, row, token_ids))
         return updates
@@ -195,29 +211,25 @@ class Scheduler:
     def _plan_decodes(self, plan: StepPlan, budget: StepBudget) -> tuple[list[Sequence], bool]:
         """Plans what decodes; returns the rest, and whether anything was preempted."""
         others, preempted = [], False
+        most, rows = plan.num_steps, budget.rows
         for sequence in list(self.running):
-            if sequence.status is not SequenceStatus.RUNNING:
+            if sequence.row < 0:
                 continue  # preempted by an older one in this very loop
-            steps = sequence.decode_steps(plan.num_steps)
+            steps = sequence.decode_steps(most)
             if not steps:
                 others.append(sequence)
                 continue
             start = sequence.num_computed
             if not self.tables.holds(sequence, start + steps):  # in one step of a page's
                 preempted |= not self._make_room(sequence, start + steps, budget)
-                if sequence.status is not SequenceStatus.RUNNING:
+                if sequence.row < 0:
                     continue
                 plan.page_updates += self.tables.extend(sequence, start + steps)
-            budget.rows[sequence.seq_id] = PlannedRow(
-                sequence,
-                sequence.row,
-                start,
-                steps,
-                (),
-                samples=True,
-                admission=sequence.num_admissions,
+            # By position, as it is made for every row of every step.
+            rows[sequence.seq_id] = PlannedRow(
+                sequence, sequence.row, start, steps, (), True, None, sequence.num_admissions
             )
-            budget.tokens -= 1
+        budget.tokens -= len(rows)
         return others, preempted
 
     def _plan_prefill(self, sequence: Sequence, plan: StepPlan, budget: StepBudget) -> bool:
@@ -239,8 +251,7 @@ class Scheduler:
                 score_from=self._score_from(sequence, start, end),
                 admission=sequence.num_admissions,
             )
-            budget.tokens -= count
-            budget.prefill_tokens -= count
+            self.chunks.spend(start, count, budget)
         return not calm
 
     def _score_from(self, sequence: Sequence, start: int, end: int) -> int | None:
@@ -250,10 +261,13 @@ class Scheduler:
         first = max(start, sequence.num_scored)
         return first if first < min(end, sequence.prompt_len - 1) else None
 
-    def _admit(self, plan: StepPlan, budget: StepBudget) -> None:
+    def _admit(self, plan: StepPlan, budget: StepBudget, before: Sequence | None = None) -> None:
+        """Begins what waits, as far as there is room; only what comes `before` one that runs."""
         index = passed_over = 0
         while index < len(self.waiting) and self._free_rows and budget.chunk > 0:
             sequence = self.waiting[index]
+            if before is not None and sequence.order > before.order:
+                return
             if not self.quarantine.allows(sequence):
                 index += 1
                 continue
@@ -302,7 +316,7 @@ class Scheduler:
         self.tables.release_outside_window(sequence, position)
         calm = True
         while not self.tables.can_extend(sequence, num_tokens):
-            newest = max(self.running, key=lambda other: other.order)
+            newest = max(self.running, key=_order)
             self._preempt(newest, budget)
             calm = False
             if newest is sequence:
@@ -331,27 +345,19 @@ class Scheduler:
         unconfirmed = 0 if self.cache is None else self.limits.pipeline_depth
         return self.limits.most_tokens_of_a_row * (1 + unconfirmed)
 
-    def _advance(self, row: PlannedRow) -> None:
-        sequence = row.sequence
-        sequence.num_computed += row.num_tokens
-        sequence.num_in_flight += row.num_sampled
-        if row.score_from is not None:
-            sequence.num_scored = sequence.num_computed
-
-    def _confirm(self, row: PlannedRow, num_sampled: int, is_finite: bool) -> None:
+    def _confirm(self, row: PlannedRow, num_sampled: int) -> None:
         """Takes note of how far a sequence was computed, and publishes pages that are full."""
         sequence = row.sequence
-        if not is_finite and self.cache is not None:
-            self.cache.distrust(sequence)
-        if row.admission != sequence.num_admissions or sequence.status is SequenceStatus.WAITING:
+        if row.admission != sequence.num_admissions or sequence.row < 0:
             return  # preempted since: it has other pages, or none
+        confirmed = row.start + row.num_tokens
         # The last token that was sampled is not computed yet.
         known = len(sequence.token_ids) - (num_sampled > 0)
-        confirmed = min(row.start + row.num_tokens, known)
+        if known < confirmed:
+            confirmed = known
+        before, sequence.num_confirmed = sequence.num_confirmed, confirmed
         page_size = self.tables.page_size
-        has_new_page = confirmed // page_size > sequence.num_confirmed // page_size
-        sequence.num_confirmed = confirmed
-        if self.cache is not None and has_new_page:
+        if self.cache is not None and confirmed // page_size > before // page_size:
             self.cache.publish(sequence)
 
     def _finish_if_complete(self, row: PlannedRow, token_ids: list[int]) -> None:
@@ -367,7 +373,7 @@ class Scheduler:
             self.finish(sequence, "length")
 
     def _enqueue(self, sequence: Sequence) -> None:
-        bisect.insort(self.waiting, sequence, key=lambda other: other.order)
+        bisect.insort(self.waiting, sequence, key=_order)
 
     def _vacate(self, sequence: Sequence) -> None:
         """Takes the row and the pages back; everything is recomputed when it runs again."""
@@ -385,4 +391,4 @@ class Scheduler:
             self.cache.check_integrity(self.running)
         rows = [sequence.row for sequence in self.running]
         assert sorted(rows + self._free_rows) == list(range(self.limits.max_num_seqs))
-        assert self.waiting == sorted(self.waiting, key=lambda sequence: sequence.order)
+        assert self.waiting == sorted(self.waiting, key=_order)

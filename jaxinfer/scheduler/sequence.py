@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
 
-from jaxinfer.scheduler.ngram import NgramDrafter
+from jaxinfer.scheduler.drafter import Drafter
 
 SequenceFinish = Literal["stop", "length", "abort", "error"]
 
@@ -72,7 +72,7 @@ class Sequence:
     priority: int = 0
     score_prompt: bool = False
     steps_in_bulk: bool = True
-    drafter: NgramDrafter | None = None
+    drafter: Drafter | None = None
     cache_salt: bytes = b""
     arrival: int = 0
     num_computed: int = 0
@@ -123,7 +123,8 @@ class Sequence:
         num_output = num_tokens - self.prompt_len
         if num_output <= 0 or self.num_computed != num_tokens - 1 or self.is_verifying:
             return 0
-        return max(0, min(most, self.stop.max_tokens - num_output))
+        left = self.stop.max_tokens - num_output
+        return most if most <= left else max(0, left)
 
     @property
     def has_drafts(self) -> bool:

@@ -10,6 +10,7 @@ from aiohttp import web
 
 from jaxinfer.async_engine import AsyncEngine
 from jaxinfer.config import ServerConfig
+from jaxinfer.effective_settings import shown
 from jaxinfer.server import handlers, info, middlewares, tokenizer_api
 from jaxinfer.server.lifecycle import Lifecycle
 from jaxinfer.server.metrics import Metrics
@@ -27,7 +28,7 @@ def make_app(async_engine: AsyncEngine, server_config: ServerConfig) -> web.Appl
     app[ENGINE] = async_engine
     app[CONFIG] = server_config
     app[LIFECYCLE] = Lifecycle(async_engine)
-    app[METRICS] = Metrics(async_engine)
+    app[METRICS] = Metrics(async_engine, shown(server_config))
     app.on_response_prepare.append(middlewares.mark_response)
     app.cleanup_ctx.append(_threads)
     app.cleanup_ctx.append(_engine)

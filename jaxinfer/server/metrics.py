@@ -7,10 +7,15 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, GCCollector, Histogram, ProcessCollector
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
@@ -35,13 +40,18 @@ _METHODS = frozenset({"GET", "HEAD", "POST", "OPTIONS"})
 
 
 class Metrics:
-    """The registry of one application."""
+    """The registry of one application.
 
-    def __init__(self, engine: AsyncEngine) -> None:
+    Args:
+      engine: whose counters and settings are shown.
+      settings: the server's own settings, by name, as text.
+    """
+
+    def __init__(self, engine: AsyncEngine, settings: Mapping[str, str]) -> None:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         GCCollector(registry=self.registry)
-        self.registry.register(_EngineCollector(engine))
+        self.registry.register(_EngineCollector(engine, settings))
         self._engine = engine
         self._http_requests = Counter(
             "http_requests",
@@ -156,8 +166,9 @@ class GenerationTimer:
 class _EngineCollector(Collector):
     """Reads the engine's own counters at every scrape."""
 
-    def __init__(self, engine: AsyncEngine) -> None:
+    def __init__(self, engine: AsyncEngine, server_settings: Mapping[str, str]) -> None:
         self._engine = engine
+        self._server_settings = server_settings
 
     def describe(self) -> list[Metric]:
         return []
@@ -165,8 +176,10 @@ class _EngineCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         try:
             stats, name = self._engine.stats(), self._engine.model_name
+            settings = {**self._engine.settings, **self._server_settings}
         except EngineDeadError:
             return  # it never got to count anything
+        yield InfoMetricFamily("jaxinfer_config", "Settings: the values in effect.", value=settings)
         usable = max(stats.num_pages, 1)
         gauges = (
             ("num_requests_running", "Sequences in the running batch.", stats.num_running),
@@ -176,7 +189,8 @@ class _EngineCollector(Collector):
         )  # fmt: skip
         counters = (
             ("num_preemptions", "Sequences preempted and recomputed.", stats.num_preemptions),
-            ("prompt_tokens", "Prompt tokens processed.", stats.prompt_tokens),
+            ("prompt_tokens", "Prompt tokens of completions, cached ones as well.",
+             stats.prompt_tokens),
             ("generation_tokens", "Tokens generated.", stats.generation_tokens),
             ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.",
              stats.prefix_cache_queries),

@@ -14,6 +14,7 @@ from aiohttp import web
 
 from jaxinfer.async_engine import AsyncEngine
 from jaxinfer.config import EngineConfig, ServerConfig
+from jaxinfer.effective_settings import one_line, shown
 from jaxinfer.server.app import make_app
 from jaxinfer.server.connection import listen
 from jaxinfer.server.lifecycle import Lifecycle
@@ -89,6 +90,7 @@ async def _supervise(
     while not stopping.is_set() and not lifecycle.is_dead:
         if not was_ready and lifecycle.is_ready:
             was_ready = True
+            _log.info("server settings: %s", one_line(shown(config)))
             _log.info("ready: %s", engine.model_name)
         try:
             async with asyncio.timeout(_POLL_S):

@@ -29,16 +29,24 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._strip = 0 if continuation else tokenizer.strip
+        self._texts = tokenizer.whole_texts
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._is_within = self._strip > 0  # a character, or the spaces to be dropped
 
     def push(self, token_id: int) -> str:
         """Takes one token and returns the new text: the characters that are complete now."""
         if token_id in self._skipped:
             return ""
+        if not self._is_within:
+            text = self._texts[token_id]
+            if text is not None:
+                return text
         data = self._tokenizer.token_bytes(token_id)
         if self._strip:
             data, self._strip = drop_spaces(data, self._strip)
-        return self._utf8.decode(data)
+        text = self._utf8.decode(data)
+        self._is_within = self._strip > 0 or self._utf8.getstate()[0] != b""
+        return text
 
     def flush(self) -> str:
         """Returns the tail, one U+FFFD if a character is unfinished, and ends the sequence."""

@@ -6,7 +6,7 @@ Reads a Hugging Face directory here; GGUF metadata is read by `gguf_tokenizer`. 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,28 @@ class TokenizerError(ValueError):
     """A tokenizer that cannot be used; the message names the file or key and the rule."""
 
 
+class _WholeTexts(dict[int, str | None]):
+    """Texts of tokens, each made when it is first asked for; at most one entry per token."""
+
+    def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
+        self._token_bytes = token_bytes
+
+    def __missing__(self, token_id: int) -> str | None:
+        data = self._token_bytes(token_id)
+        try:
+            text = data.decode("utf-8")
+        except UnicodeDecodeError:
+            text = None
+        if data:  # not for ids without a token
+            self[token_id] = text
+        return text
+
+
 class Tokenizer:
     """Text to token ids and back; may be shared by threads.
 
     Attributes:
+      whole_texts: a token's text, or None if it is not of whole characters; "" for unknown ids.
       vocab_size: one more than the largest token id.
       bos_token_id: the id of the beginning of a sequence, if there is one.
       eos_token_ids: the ids that end generation as far as the tokenizer knows.
@@ -81,6 +99,7 @@ class Tokenizer:
         self._backend = backend
         self._added_ids = frozenset(added)
         self._bytes: dict[int, bytes] = {}  # filled on demand, at most one entry per token
+        self.whole_texts = _WholeTexts(self.token_bytes)
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
         self.bos_token_id = known.get("bos_token")
         self.eos_token_ids = tuple(eos_token_ids)

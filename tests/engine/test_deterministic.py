@@ -4,69 +4,24 @@ In dtypes that round: there another order of sums shows.
 """
 
 import dataclasses
-import functools
-import itertools
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from engine.builders import EOS, PAGE_SIZE, assert_idle, tiny_model
+from engine.builders import (
+    CHUNK,
+    DETERMINISTIC,
+    PAGE_SIZE,
+    deterministic_engine,
+    fresh,
+    run_schedule,
+    tiny_model,
+)
 
-from jaxinfer import startup
+from jaxinfer import startup_log
 from jaxinfer.config import EngineConfig
-from jaxinfer.engine import Engine
-from jaxinfer.outputs import RequestOutput
-from jaxinfer.quantization import SCHEMES
-from jaxinfer.request import EngineRequest
-from jaxinfer.sampling_params import SamplingParams
-from jaxinfer.scheduler.page_tables import PageTables
-from jaxinfer.scheduler.prefix_cache import PrefixCache
-from jaxinfer.scheduler.scheduler import Scheduler
-from jaxinfer.startup import assemble_engine, load_engine
-from jaxinfer.testing import byte_tokenizer
+from jaxinfer.startup import load_engine
 
-CHUNK = 8 * PAGE_SIZE
-NARROW = (("weight_dtype", np.dtype(jnp.bfloat16)), ("precision", None))
-MODELS = {
-    "bfloat16": ("llama", NARROW, {}, "bfloat16"),
-    "windows": ("gemma3_text", NARROW, {}, "float32"),
-    # All layers in one call, where there is one; products round otherwise from 32 tokens on.
-    "codes": (
-        "llama",
-        (*NARROW, ("quant", SCHEMES["int8"])),
-        {"intermediate_size": 128},
-        "bfloat16",
-    ),
-    # What rounding to fewer bits would hide: every other order of a sum.
-    "float32": ("llama", (("precision", None),), {}, "float32"),
-}
-_names = itertools.count()
-
-
-@functools.cache
-def tiny_engine(name):
-    """An engine as it is started with the flag; others share its runner."""
-    model_type, context, changes, kv_dtype = MODELS[name]
-    model, groups = tiny_model(model_type, context=context, **changes)
-    config = EngineConfig(
-        deterministic=True,
-        kv_cache_dtype=kv_dtype,
-        max_num_seqs=5,
-        max_num_batched_tokens=3 * CHUNK,
-        max_prefill_chunk_tokens=CHUNK + 1,
-        page_size=PAGE_SIZE,
-        num_pages=70,  # less than two of the longest need
-    )
-    return assemble_engine(config, model, groups, byte_tokenizer(), frozenset({EOS}))
-
-
-def fresh(engine, depth=1):
-    """An engine around the same runner that has computed nothing."""
-    old = engine.scheduler
-    limits = dataclasses.replace(old.limits, pipeline_depth=depth)
-    tables = PageTables(old.tables.groups, old.tables.page_size)
-    scheduler = Scheduler(limits, tables, PrefixCache(tables, b"", limits.chunk_tokens))
-    return Engine(engine.runner, scheduler, engine.tokenizer, frozenset({EOS}), 512)
+MODELS = tuple(DETERMINISTIC)
 
 
 def run(engine, requests, arrivals=None, doomed=()):
@@ -75,31 +30,10 @@ def run(engine, requests, arrivals=None, doomed=()):
     The `doomed` are cancelled on the way and answer None.
     """
     arrivals = [0] * len(requests) if arrivals is None else arrivals
-    outputs, ends = {}, {}
-    waiting = sorted(zip(arrivals, range(len(requests)), strict=True))
-    step = 0
-    while waiting or engine.has_work:
-        while waiting and waiting[0][0] <= step:
-            index = waiting.pop(0)[1]
-            prompt, params = requests[index]
-            request = EngineRequest(f"r{next(_names)}", tuple(prompt), SamplingParams(**params))
-            engine.add(request)
-            outputs[request.request_id] = RequestOutput.empty(
-                request.request_id, None, request.prompt_token_ids, request.params.n
-            )
-            ends[index] = request.request_id
-        for delta in engine.step():
-            outputs[delta.request_id].extend(delta)
-        step += 1
-        for index in doomed:
-            if index in ends and step == arrivals[index] + 5:
-                engine.abort(ends[index])
-        assert step < 20_000, "the engine has work but does not advance"
-    assert_idle(engine)
+    departures = {index: arrivals[index] + 5 for index in doomed}
+    outputs = run_schedule(engine, requests, arrivals, departures)
     assert engine.stats().num_preemptions == 0
-    return [
-        None if index in doomed else answer(outputs[ends[index]]) for index in range(len(requests))
-    ]
+    return [None if index in doomed else answer(output) for index, output in enumerate(outputs)]
 
 
 def answer(output):
@@ -153,7 +87,7 @@ LENGTHS = (1, 7, 32, 45, 33, 50, 65, 96, 99, 140)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("depth", [0, 1])
 def test_e0_in_any_crowd(name, depth):
-    engine = tiny_engine(name)
+    engine = deterministic_engine(name)
     rng = np.random.default_rng(0)
     ids = rng.integers(0, 256, (len(LENGTHS) + 1, max(LENGTHS))).tolist()
     requests = make_requests(lambda seed, i: ids[seed][i], LENGTHS, 14)
@@ -165,7 +99,7 @@ def test_e0_in_any_crowd(name, depth):
 @pytest.mark.parametrize("name", MODELS)
 def test_what_was_generated_is_no_different_in_the_next_turn(name):
     """A prompt that ends in an answer: cold, and after the answer was generated beside others."""
-    engine = tiny_engine(name)
+    engine = deterministic_engine(name)
     greedy = {"temperature": 0.0, "max_tokens": 30, "logprobs": 3, "ignore_eos": True}
     prompt = [i * 7 % 256 for i in range(13)]
     (first,) = run(fresh(engine), [(prompt, greedy)])
@@ -179,7 +113,7 @@ def test_what_was_generated_is_no_different_in_the_next_turn(name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_last_chunk_of_a_shorter_prompt_is_not_taken_over(name):
-    engine = tiny_engine(name)
+    engine = deterministic_engine(name)
     greedy = {"temperature": 0.0, "max_tokens": 6, "logprobs": 3, "ignore_eos": True}
     prompt = [i * 11 % 256 for i in range(3 * CHUNK)]
     requests = [(prompt[:length], greedy) for length in (CHUNK + PAGE_SIZE, 70, 2 * CHUNK, 80)]
@@ -192,9 +126,10 @@ def test_the_last_chunk_of_a_shorter_prompt_is_not_taken_over(name):
 
 def test_the_flag_decides_programs_and_limits(caplog):
     caplog.set_level("INFO", "jaxinfer")
-    engine, (model_type, context, *_) = tiny_engine("bfloat16"), MODELS["bfloat16"]
+    engine = deterministic_engine("bfloat16")
+    model_type, context, *_ = DETERMINISTIC["bfloat16"]
     model, _ = tiny_model(model_type, context=context)
-    startup._log_setup(engine.runner, engine.scheduler.limits, model, engine.runner.watch, True)
+    startup_log.log_setup(engine.runner, engine.scheduler.limits, model, engine.runner.watch, True)
     assert engine.runner.ladders.decode == (16,)
     assert engine.runner.ladders.tokens == (3 * CHUNK,)
     assert engine.runner.ladders.bulk == ()

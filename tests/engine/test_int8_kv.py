@@ -1,15 +1,9 @@
 """`--kv-cache-dtype int8`: the same equalities, and scores close to those over a float32 cache."""
 
-import functools
-
 import numpy as np
 import pytest
-from engine.builders import EOS, NUM_PAGES, PAGE_SIZE, new_engine, tiny_model
+from engine.builders import int8_runner, new_engine, tiny_model
 from engine.test_equality import GREEDY, SEEDED, ids, logprobs, whole
-
-from jaxinfer.config import EngineConfig
-from jaxinfer.startup import assemble_engine
-from jaxinfer.testing import byte_tokenizer
 
 MAX_CHANGE = 2e-3
 """Nats by which another order of sums may change a score: it can move a code to its neighbour."""
@@ -17,24 +11,9 @@ MAX_ERROR = 0.1
 """Nats between scores over int8 and over float32 keys and values; measured 0.043 and 0.034."""
 
 
-@functools.cache
-def runner_of(model_type="llama", tensor_parallel=1):
-    """One decode rung and one ragged one."""
-    model, groups = tiny_model(model_type, tensor_parallel)
-    config = EngineConfig(
-        dtype="float32",
-        kv_cache_dtype="int8",
-        max_num_seqs=2,
-        max_num_batched_tokens=16,
-        page_size=PAGE_SIZE,
-        num_pages=NUM_PAGES,
-    )
-    return assemble_engine(config, model, groups, byte_tokenizer(), frozenset({EOS})).runner
-
-
 def int8_engine(model_type="llama", tensor_parallel=1, **limits):
     groups = tiny_model(model_type, tensor_parallel)[1]
-    return new_engine(runner_of(model_type, tensor_parallel), groups, **limits)
+    return new_engine(int8_runner(model_type, tensor_parallel), groups, **limits)
 
 
 @pytest.fixture
@@ -100,7 +79,7 @@ def test_scores_stay_close_to_a_float32_cache(make_engine, run, prompt, model_ty
 
 
 def test_the_pool_is_told_in_bytes_per_token():
-    cache = runner_of("llama", 1).config.cache
+    cache = int8_runner().config.cache
     assert cache.dtype == np.int8
     values = 2 * cache.num_kv_heads * cache.head_dim
     scales = 2 * cache.num_kv_heads * 4

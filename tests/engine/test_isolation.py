@@ -6,26 +6,14 @@ from collections import Counter
 import jax
 import numpy as np
 import pytest
-from engine.builders import EOS, assert_idle, run_requests, tiny_model
+from engine.builders import NUM_ROWS, assert_idle, run_requests, run_schedule
 
 from jaxinfer import admission
-from jaxinfer.config import EngineConfig
-from jaxinfer.engine import Engine
-from jaxinfer.outputs import RequestOutput
 from jaxinfer.request import EngineRequest
 from jaxinfer.sampling_params import SamplingParams
-from jaxinfer.scheduler.limits import SchedulerLimits
-from jaxinfer.scheduler.page_tables import GroupSpec, PageTables
-from jaxinfer.scheduler.prefix_cache import PrefixCache
-from jaxinfer.scheduler.scheduler import Scheduler
-from jaxinfer.startup import assemble_engine
-from jaxinfer.testing import byte_tokenizer
 from jaxinfer.text.detokenizer import Detokenizer
 from jaxinfer.text.stop_strings import StopMatcher
 
-NUM_ROWS = 6
-PAGE_SIZE = 4
-NUM_PAGES = 200
 SECRET = "my password"
 _events: list[str] = []
 jax.monitoring.register_event_duration_secs_listener(
@@ -33,31 +21,16 @@ jax.monitoring.register_event_duration_secs_listener(
 )
 
 
-@pytest.fixture(scope="module")
-def six_rows():
-    """A compiled runner with six rows."""
-    model, groups = tiny_model()
-    config = EngineConfig(
-        exact=True,
-        max_num_seqs=NUM_ROWS,
-        max_num_batched_tokens=16,
-        decode_steps=1,
-        page_size=PAGE_SIZE,
-        num_pages=NUM_PAGES,
-    )
-    return assemble_engine(config, model, groups, byte_tokenizer(), frozenset({EOS})).runner
-
-
 @pytest.fixture(params=[True, False], ids=["cached", "cold"])
-def engine(request, six_rows, depth):
-    """An engine around it at either depth, with a prefix cache and without."""
-    tables = PageTables([GroupSpec(NUM_PAGES + 1)], PAGE_SIZE)
-    limits = SchedulerLimits(NUM_ROWS, 16, 16, pipeline_depth=depth)
-    scheduler = Scheduler(limits, tables, PrefixCache(tables, b"") if request.param else None)
-    engine = Engine(six_rows, scheduler, byte_tokenizer(), frozenset({EOS}), 100)
+def engine(request, make_engine, depth):
+    """An engine at either depth that uses all six rows, with a prefix cache and without."""
+    limits = {"max_num_batched_tokens": 16, "max_prefill_chunk_tokens": 16}
+    engine = make_engine(
+        prefix_cache=request.param, max_num_seqs=NUM_ROWS, pipeline_depth=depth, **limits
+    )
     yield engine
     assert_idle(engine)
-    assert not scheduler.quarantine.is_active
+    assert not engine.scheduler.quarantine.is_active
 
 
 def requests_of(prompt, count=NUM_ROWS, max_tokens=10):
@@ -87,10 +60,6 @@ def assert_same(mine, theirs):
             if score is not None:
                 assert score.token_id == other.token_id
                 assert score.logprob == pytest.approx(other.logprob, abs=1e-4)
-
-
-def check_pages(engine):
-    return lambda step: engine.scheduler.check_integrity()
 
 
 class Faults:
@@ -199,7 +168,7 @@ def test_text_that_cannot_be_made_ends_one_completion(
         return push(self, item)
 
     monkeypatch.setattr(patched, "push", faulty)
-    outputs = run(engine, requests, on_step=check_pages(engine))
+    outputs = run(engine, requests)
     failed = [
         (output, other, index)
         for output, other in zip(outputs, expected, strict=True)
@@ -238,7 +207,7 @@ def test_a_row_that_cannot_be_set_up_ends_alone(
     monkeypatch.setattr(engine.runner, "reset", faulty)
     if when == "resumed":
         Faults(engine.runner, monkeypatch, "device", accidents={6})
-    outputs = run(engine, requests, on_step=check_pages(engine))
+    outputs = run(engine, requests)
     choice = outputs[3].outputs[0]
     assert (choice.finish_reason, choice.error) == ("error", "internal error (OSError)")
     whole = expected[3].outputs[0].token_ids
@@ -263,7 +232,7 @@ def test_a_step_that_fails_once_is_noticed_by_nobody(
     faults = Faults(engine.runner, monkeypatch, where, accidents={accident})
     old = jax.tree.leaves(engine.runner._state)
     _events.clear()
-    outputs = run(engine, requests, on_step=check_pages(engine))
+    outputs = run(engine, requests)
     for output, other in zip(outputs, expected, strict=True):
         assert_same(output, other)
     assert faults.raised == 1
@@ -294,7 +263,7 @@ def test_the_culprits_among_six_rows(engine, run, prompt, monkeypatch, where, to
     before = engine.stats().failed_steps
     culprits = {f"r{i}/0": len(requests[i][0]) - 1 + tokens for i in guilty}
     Faults(engine.runner, monkeypatch, where, culprits)
-    outputs = run(engine, requests, on_step=check_pages(engine))
+    outputs = run(engine, requests)
     for index, (output, other) in enumerate(zip(outputs, expected, strict=True)):
         if index not in guilty:
             assert_same(output, other)
@@ -318,22 +287,7 @@ def test_a_crowd_in_a_small_pool_with_culprits_and_aborts(
     engine = make_engine(num_pages=30, pipeline_depth=depth, decode_steps=3)
     culprits = {f"r{i}/0": len(requests[i][0]) + int(rng.integers(18)) for i in (2, 7, 8)}
     faults = Faults(engine.runner, monkeypatch, where, culprits, accidents={20, 55})
-    outputs = [
-        RequestOutput.empty(f"r{i}", None, tuple(ids), 1) for i, (ids, _) in enumerate(requests)
-    ]
-    for output, (_, params) in zip(outputs, requests, strict=True):
-        ids = tuple(output.prompt_token_ids)
-        engine.add(EngineRequest(output.request_id, ids, SamplingParams(**params)))
-    step = 0
-    while engine.has_work:
-        deltas = engine.step()
-        engine.scheduler.check_integrity()
-        step += 1
-        if step in (25, 40):
-            deltas += engine.abort(f"r{step // 5}")
-        for delta in deltas:
-            outputs[int(delta.request_id[1:])].extend(delta)
-    assert_idle(engine)
+    outputs = run_schedule(engine, requests, [0] * len(requests), {5: 25, 8: 40})
     assert faults.raised >= 5
     for index, (output, other) in enumerate(zip(outputs, expected, strict=True)):
         choice, whole = output.outputs[0], other.outputs[0]

@@ -5,19 +5,16 @@ import dataclasses
 import numpy as np
 import pytest
 from engine.builders import (
-    EOS,
-    VOCAB_SIZE,
+    assemble,
     assert_idle,
     run_requests,
+    run_schedule,
     tiny_model,
 )
+from tiny_engine import VOCAB_SIZE
 
-from jaxinfer.config import EngineConfig
-from jaxinfer.outputs import RequestOutput
 from jaxinfer.request import EngineRequest, QueueFullError
 from jaxinfer.sampling_params import InvalidParameter, SamplingParams
-from jaxinfer.startup import assemble_engine
-from jaxinfer.testing import byte_tokenizer
 
 ASCII = {"logit_bias": dict.fromkeys(range(32, 127), 60.0), "ignore_eos": True}
 """Settings whose text is printable, so that stop strings can be picked out of it."""
@@ -221,50 +218,42 @@ def test_a_recompute_that_leaves_one_token_for_a_decode(make_engine, run, prompt
 # Leaks.
 
 
+@pytest.mark.parametrize("prefix_cache", [True, False], ids=["cached", "cold"])
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])
-def test_nothing_leaks_between_requests(make_engine, run, prompt, depth, model_type):
+def test_nothing_leaks_between_requests(make_engine, run, prompt, depth, model_type, prefix_cache):
     """B12: a crowd with a shared prefix, a small pool and cancellations; each answers as alone."""
     rng = np.random.default_rng(depth)
     shared = prompt(20, 99)
     prompts = [shared + prompt(6, index % 9) for index in range(40)]
     params = SamplingParams(temperature=0.0, max_tokens=14, ignore_eos=True)
+    requests = [(one, params) for one in prompts]
     alone = [
-        output.outputs[0].token_ids
-        for output in run(make_engine(model_type), [(one, params) for one in prompts[:9]], False)
+        output.outputs[0].token_ids for output in run(make_engine(model_type), requests[:9], False)
     ]
     assert len({tuple(ids) for ids in alone}) > 5, "the prompts are meant to be told apart"
-    engine = make_engine(model_type, num_pages=24, pipeline_depth=depth, decode_steps=3)
-    outputs = [RequestOutput.empty(f"r{i}", None, one, 1) for i, one in enumerate(prompts)]
-    doomed = dict(zip(rng.integers(1, 200, 12).tolist(), rng.permutation(40)[:12], strict=True))
-    for output in outputs:
-        ids = tuple(output.prompt_token_ids)
-        engine.add(EngineRequest(output.request_id, ids, params))
-    step = 0
-    while engine.has_work:
-        deltas = engine.step()
-        step += 1
-        if step in doomed:
-            deltas += engine.abort(f"r{doomed[step]}")
-        for delta in deltas:
-            outputs[int(delta.request_id[1:])].extend(delta)
-    assert_idle(engine)
-    assert engine.stats().num_preemptions > 0
+    limits = {"num_pages": 24, "pipeline_depth": depth, "decode_steps": 3}
+    engine = make_engine(model_type, prefix_cache=prefix_cache, **limits)
+    doomed = rng.permutation(40)[:12].tolist()
+    departures = dict(zip(doomed, rng.integers(1, 150, 12).tolist(), strict=True))
+    outputs = run_schedule(engine, requests, [0] * 40, departures)
+    stats = engine.stats()
+    assert stats.num_preemptions > 0, "the pool was meant to be too small"
+    assert (stats.prefix_cache_hits > 0) == prefix_cache
+    assert 0 < stats.finished["abort"] <= 12
     for index, output in enumerate(outputs):
         (choice,) = output.outputs
-        assert choice.token_ids == alone[index % 9][: len(choice.token_ids)]
+        whole = alone[index % 9]
         assert choice.finish_reason in ("length", "abort")
-        if choice.finish_reason == "length":
-            assert len(choice.token_ids) == 14
-    assert 0 < engine.stats().finished["abort"] <= 12
+        num_tokens = 14 if choice.finish_reason == "length" else len(choice.token_ids)
+        assert choice.token_ids == whole[:num_tokens]
+    engine.clear_prefix_cache()
+    assert all(pool.num_idle == 0 for pool in engine.scheduler.tables.pools)
 
 
 def test_ids_without_a_token_are_neither_sampled_nor_accepted():
     """Models pad their embeddings: here 62 rows have no token, a fifth of the probability."""
     model, groups = tiny_model(vocab_size=320)
-    config = EngineConfig(
-        exact=True, max_num_seqs=2, max_num_batched_tokens=8, page_size=4, num_pages=100
-    )
-    engine = assemble_engine(config, model, groups, byte_tokenizer(), frozenset({EOS}))
+    engine = assemble(model, groups, exact=True, max_num_seqs=2, max_num_batched_tokens=8)
     assert engine.vocab_size == VOCAB_SIZE
     params = {"temperature": 2.0, "max_tokens": 120, "ignore_eos": True}
     outputs = run_requests(engine, [([5], {**params, "seed": seed}) for seed in (1, 2)])

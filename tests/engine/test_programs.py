@@ -5,11 +5,7 @@ import re
 
 import jax
 import pytest
-from engine.builders import EOS, compiled_runner, tiny_model
-
-from jaxinfer.config import EngineConfig
-from jaxinfer.startup import assemble_engine
-from jaxinfer.testing import byte_tokenizer
+from engine.builders import assemble, compiled_runner, tiny_model
 
 SMOLLM2_WIDTH = {
     "hidden_size": 576,
@@ -26,11 +22,8 @@ SMOLLM2_WIDTH = {
 
 @functools.cache
 def wide_runner():
-    model, groups = tiny_model(**SMOLLM2_WIDTH)
-    config = EngineConfig(
-        exact=True, max_num_seqs=2, max_num_batched_tokens=16, page_size=16, num_pages=120
-    )
-    return assemble_engine(config, model, groups, byte_tokenizer(), frozenset({EOS})).runner
+    limits = {"max_num_seqs": 2, "max_num_batched_tokens": 16}
+    return assemble(*tiny_model(**SMOLLM2_WIDTH), exact=True, page_size=16, **limits).runner
 
 
 RUNNERS = {

@@ -4,7 +4,7 @@ import dataclasses
 import random
 
 import pytest
-from engine.builders import EOS
+from engine.builders import EOS, SPECULATION, run_schedule
 from engine.test_equality import GREEDY, assert_e1, ids
 
 from jaxinfer import admission
@@ -14,7 +14,6 @@ from jaxinfer.scheduler.ngram import NgramDrafter
 
 GREEDY = {**GREEDY, "max_tokens": 20, "ignore_eos": True}
 SEEDED = {**GREEDY, "temperature": 0.9, "top_p": 0.95, "top_k": 40, "min_p": 0.01, "seed": 7}
-SPECULATION = {"num_draft_tokens": 7, "max_tokens_with_drafts": 16}
 MODELS = pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])
 
 
@@ -236,21 +235,10 @@ def test_aborted_while_drafts_are_verified(make_engine, run, requests, forced, d
     expected = run(make_engine(), requests)
     forced(expected, RIGHT["some right"])
     engine = make_engine(pipeline_depth=depth, **SPECULATION)
-    outputs = []
-    for index, (ids_, params) in enumerate(requests[:4]):
-        engine.add(EngineRequest(f"r{index}", tuple(ids_), SamplingParams(**params)))
-    for _ in range(when):
-        outputs += engine.step()
-    engine.abort("r1")
-    while engine.has_work:
-        outputs += engine.step()
+    outputs = run_schedule(engine, requests[:4], [0] * 4, {1: when})
     for index in (0, 2, 3):
-        tokens = [
-            token for out in outputs if out.request_id == f"r{index}" for token in out.token_ids
-        ]
-        assert tokens == ids(expected)[index]
-    engine.scheduler.check_integrity()
-    assert engine.stats().num_free_pages == engine.stats().num_pages
+        assert outputs[index].outputs[0].token_ids == ids(expected)[index]
+    assert outputs[1].outputs[0].finish_reason == "abort"
 
 
 def test_a_step_with_drafts_that_fails_is_run_again(

@@ -1,7 +1,7 @@
 """Builders with every knob a keyword, and a pretend device that samples by a fixed rule."""
 
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from jaxinfer.scheduler.limits import SchedulerLimits
 from jaxinfer.scheduler.page_tables import GroupSpec, PageTables
@@ -24,6 +24,7 @@ def make_scheduler(
     pipeline_depth=0,
     prefix_cache=False,
     chunk_tokens=None,
+    prefill_pace=None,
 ):
     limits = SchedulerLimits(
         max_num_seqs=max_num_seqs,
@@ -34,6 +35,7 @@ def make_scheduler(
         max_decode_steps_before_prefill=max_decode_steps_before_prefill,
         pipeline_depth=pipeline_depth,
         chunk_tokens=chunk_tokens,
+        prefill_pace=prefill_pace,
     )
     tables = PageTables([GroupSpec(num_pages, window) for window in windows], page_size)
     cache = PrefixCache(tables, b"salt", chunk_tokens) if prefix_cache else None
@@ -180,7 +182,10 @@ class PretendDevice:
 
 
 class Schedules(RuleBasedStateMachine):
-    """What may happen to `scheduler` on `device`; subclasses make both, and add to `sequences`."""
+    """What may happen to `scheduler` on `device`; subclasses make both, and add to `sequences`.
+
+    The device may be pretended, or a client of a real engine.
+    """
 
     @rule(count=st.integers(1, 6))
     def step(self, count):
@@ -190,7 +195,10 @@ class Schedules(RuleBasedStateMachine):
     @precondition(lambda self: getattr(self, "sequences", None))
     @rule(data=st.data(), reason=st.sampled_from(["abort", "error"]))
     def end_early(self, data, reason):
-        sequence = data.draw(st.sampled_from(self.sequences))
+        self.end(data.draw(st.sampled_from(self.sequences)), reason)
+
+    def end(self, sequence, reason):
+        """Ends one of `sequences` now, if it has not ended."""
         if sequence.status is not SequenceStatus.FINISHED:
             self.scheduler.finish(sequence, reason)
 
@@ -199,3 +207,7 @@ class Schedules(RuleBasedStateMachine):
     def clear(self, is_lucky):
         if is_lucky == 0:
             self.scheduler.clear_prefix_cache()
+
+    @invariant()
+    def everything_is_accounted_for(self):
+        self.scheduler.check_integrity()

@@ -123,7 +123,6 @@ class Engine(Schedules):
     def everything_that_runs_can_end(self):
         if not hasattr(self, "scheduler"):
             return
-        self.scheduler.check_integrity()
         tables, running = self.scheduler.tables, self.scheduler.running
         for index, (group, pool) in enumerate(zip(tables.groups, tables.pools, strict=True)):
             if group.window is None:

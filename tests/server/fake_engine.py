@@ -27,6 +27,7 @@ class FakeAsyncEngine(AsyncEngine):
 
     # These are properties of the real engine, which reads them from the loaded model.
     model_name = tokenizer = chat_template = default_params = max_model_len = vocab_size = None
+    settings = None
 
     def __init__(self, max_model_len=256):
         super().__init__(EngineConfig())
@@ -36,6 +37,7 @@ class FakeAsyncEngine(AsyncEngine):
         self.max_model_len = max_model_len
         self.vocab_size = 320
         self.default_params = {}
+        self.settings = {"max_num_seqs": "7", "prefix_cache": "true"}
         self.text = "hello"
         self.gate = asyncio.Event()
         self.gate.set()
@@ -86,7 +88,7 @@ class FakeAsyncEngine(AsyncEngine):
             raise self.fault
         self.requests.append(request)
         self.running[request.request_id] = request
-        self.totals[0] += len(request.prompt_token_ids)
+        self.totals[0] += request.params.n * len(request.prompt_token_ids)
         open_completions = set(range(request.params.n))
         try:
             for delta in self._deltas(request):

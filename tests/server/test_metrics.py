@@ -34,8 +34,9 @@ async def test_counters_agree_with_the_usage_of_replies(server):
     usages = [(await server.post(CHAT, chat(n=n)))[1]["usage"] for n in (1, 3)]
     samples = await scrape(server)
     tiny = {"model_name": "tiny"}
+    # A prompt counts for each of its completions, as vLLM counts.
     assert value(samples, "vllm:prompt_tokens_total", **tiny) == sum(
-        usage["prompt_tokens"] for usage in usages
+        n * usage["prompt_tokens"] for n, usage in zip((1, 3), usages, strict=True)
     )
     generated = sum(usage["completion_tokens"] for usage in usages)
     assert value(samples, "vllm:generation_tokens_total", **tiny) == generated
@@ -57,7 +58,7 @@ async def test_the_prefix_cache_is_counted_in_tokens(server, engine):
     usages = [(await server.post(CHAT, chat(n=n)))[1]["usage"] for n in (1, 2)]
     samples = await scrape(server)
     queries = value(samples, "vllm:prefix_cache_queries_total", model_name="tiny")
-    assert queries == sum(usage["prompt_tokens"] for usage in usages)
+    assert queries == sum(n * usage["prompt_tokens"] for n, usage in enumerate(usages, start=1))
     hits = value(samples, "vllm:prefix_cache_hits_total", model_name="tiny")
     assert hits == 6 == sum(usage["prompt_tokens_details"]["cached_tokens"] for usage in usages)
 

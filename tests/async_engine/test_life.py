@@ -1,0 +1,115 @@
+"""Loading and closing, whoever is waiting meanwhile."""
+
+import threading
+import time
+
+import pytest
+from async_engine.clients import request, until
+from tiny_engine import empty
+
+from jaxinfer import async_engine
+from jaxinfer.async_engine import AsyncEngine, EngineDeadError, QueueFullError
+from jaxinfer.config import EngineConfig
+
+
+def test_submitting_while_it_dies_never_hangs(loaded, monkeypatch):
+    """Every request either raises at once or gets its end."""
+    for _ in range(20):
+        engine = AsyncEngine.from_loaded(loaded)
+        results = []
+
+        def client(number, engine=engine, results=results):
+            try:
+                results.append(len(list(engine.stream([request(f"c{number}")]))))
+            except (EngineDeadError, QueueFullError) as error:
+                results.append(error)
+
+        threads = [threading.Thread(target=client, args=(number,)) for number in range(8)]
+        for thread in threads:
+            thread.start()
+        engine.close()
+        for thread in threads:
+            thread.join(10)
+        assert len(results) == 8
+        assert engine.state == "dead"
+        empty(loaded.engine)
+
+
+def test_close_waits_for_running_requests(engine):
+    arrived = []
+    engine.submit(request(max_tokens=60), arrived.extend)
+    engine.close(timeout=10.0)
+    assert arrived[-1].finish_reason == "length"
+    assert sum(len(delta.token_ids) for delta in arrived) == 60
+    assert engine.state == "dead"
+
+
+def test_close_aborts_what_takes_too_long_and_refuses_meanwhile(engine, loaded, gate):
+    arrived = []
+    engine.submit(request(max_tokens=60), arrived.extend)
+    closing = threading.Thread(target=engine.close, args=(0.2,))
+    closing.start()
+    until(lambda: engine.state == "draining")
+    with pytest.raises(EngineDeadError, match="draining"):
+        engine.submit(request("late"), print)
+    time.sleep(0.3)
+    gate.set()
+    closing.join(5)
+    assert not closing.is_alive()
+    assert arrived[-1].finish_reason == "abort"
+    assert sum(len(delta.token_ids) for delta in arrived) < 60
+
+
+def test_closing_twice_and_from_two_threads(engine):
+    threads = [threading.Thread(target=engine.close) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(5)
+        assert not thread.is_alive()
+    engine.close()
+    with pytest.raises(EngineDeadError, match="not loaded"):
+        engine.tokenizer  # noqa: B018
+
+
+def test_closing_while_it_loads_leaves_no_thread_behind(loaded, monkeypatch):
+    loading, go_on = threading.Event(), threading.Event()
+
+    def load_slowly(config):
+        loading.set()
+        assert go_on.wait(5)
+        return loaded
+
+    monkeypatch.setattr(async_engine, "load_engine", load_slowly)
+    engine = AsyncEngine(EngineConfig())
+    errors = []
+
+    def load():
+        try:
+            engine.load()
+        except EngineDeadError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=load)
+    thread.start()
+    assert loading.wait(5)
+    engine.close(timeout=5.0)
+    assert engine.state == "dead"
+    go_on.set()
+    thread.join(5)
+    assert errors == ["the engine was closed while it was loading"]
+    assert engine.state == "dead"
+    assert engine._thread is None
+
+
+def test_a_failed_load_is_dead(monkeypatch):
+    def fail(config):
+        raise ValueError("bad file")
+
+    monkeypatch.setattr(async_engine, "load_engine", fail)
+    engine = AsyncEngine(EngineConfig())
+    with pytest.raises(ValueError, match="bad file"):
+        engine.load()
+    assert engine.state == "dead"
+    with pytest.raises(EngineDeadError):
+        engine.stats()
