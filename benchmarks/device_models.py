@@ -31,8 +31,9 @@ from jaxinfer.runner.buckets import Ladders
 from jaxinfer.runner.compile_watch import CompileWatch
 from jaxinfer.runner.kv_cache import CacheSpec, default_page_size
 from jaxinfer.runner.loader import make_abstract_model, parameters
-from jaxinfer.runner.model_runner import ModelRunner, PendingStep, RunnerConfig
+from jaxinfer.runner.model_runner import ModelRunner, PendingStep
 from jaxinfer.runner.placement import shardings_of
+from jaxinfer.runner.runner_config import RunnerConfig
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.scheduler.limits import SchedulerLimits
 from jaxinfer.scheduler.page_tables import GroupSpec, PageTables

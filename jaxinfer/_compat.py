@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 
 _BACKEND_COMPILE = "/jax/core/compile/backend_compile_duration"
 """Recorded once per executable, whether XLA compiled it or the persistent cache held it."""
@@ -18,3 +20,19 @@ def on_backend_compile(callback: Callable[[float], None]) -> None:
             callback(duration_secs)
 
     jax.monitoring.register_event_duration_secs_listener(listener)
+
+
+@contextmanager
+def without_compilation_cache() -> Iterator[None]:
+    """Inside, every program is compiled anew.
+
+    At its first compilation jax remembers whether it has a cache, and must be told to ask again.
+    """
+    before = jax.config.values["jax_enable_compilation_cache"]
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", before)
+        compilation_cache.reset_cache()

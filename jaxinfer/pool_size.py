@@ -17,7 +17,8 @@ from jaxinfer.runner.buckets import Ladders
 from jaxinfer.runner.compile_watch import CompileWatch
 from jaxinfer.runner.kv_cache import CacheSpec, available_memory, cpu_pool_bytes, default_page_size
 from jaxinfer.runner.loader import bytes_to_load
-from jaxinfer.runner.model_runner import ModelRunner, RunnerConfig
+from jaxinfer.runner.model_runner import ModelRunner
+from jaxinfer.runner.runner_config import RunnerConfig
 from kernels import paged_attention
 
 logger = logging.getLogger(__name__)

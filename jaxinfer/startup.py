@@ -18,7 +18,7 @@ from jaxinfer import cpu
 from jaxinfer.checkpoint import Checkpoint, open_checkpoint, resolve_model
 from jaxinfer.chunk_sizes import chunk_tokens, prefill_chunk, prefill_pace
 from jaxinfer.collection import paused_collection
-from jaxinfer.compilation_cache import set_compilation_cache
+from jaxinfer.compilation_cache import program_store, set_compilation_cache
 from jaxinfer.config import ConfigError, EngineConfig
 from jaxinfer.effective_settings import engine_settings, one_line
 from jaxinfer.engine import Engine
@@ -31,7 +31,8 @@ from jaxinfer.runner.buckets import VERIFY_TOKENS
 from jaxinfer.runner.compile_watch import CompileWatch
 from jaxinfer.runner.kv_cache import CacheSpec
 from jaxinfer.runner.loader import parameter_bytes
-from jaxinfer.runner.model_runner import ModelRunner, RunnerConfig
+from jaxinfer.runner.model_runner import ModelRunner
+from jaxinfer.runner.runner_config import RunnerConfig
 from jaxinfer.scheduler.limits import SchedulerLimits
 from jaxinfer.scheduler.page_tables import GroupSpec, PageTables
 from jaxinfer.scheduler.prefix_cache import PrefixCache
@@ -172,9 +173,9 @@ def assemble_engine(
     bar = partial(tqdm, desc="Compiling", unit="program", disable=not progress)
     if fill is None:
         runner.reset_device()
-        runner.compile(bar, run=model.context.platform != "cpu")
+        runner.compile(bar, run=model.context.platform != "cpu", store=program_store(runner))
     else:
-        runner.compile(bar)
+        runner.compile(bar, store=program_store(runner))
         # Making the pool is one core's work and needs no interpreter: 0.4 s for 1 GiB.
         with ThreadPoolExecutor(1) as other:
             pool = other.submit(runner.reset_device)

@@ -21,8 +21,8 @@ from jaxinfer.runner.buckets import Ladders, make_ladders
 from jaxinfer.runner.compile_watch import CompileWatch
 from jaxinfer.runner.device_state import StateSpec
 from jaxinfer.runner.inputs import StepBuffer, logit_rows
-from jaxinfer.runner.kv_cache import CacheSpec
 from jaxinfer.runner.output_reader import Entry, OutputReader, RowResult
+from jaxinfer.runner.program_store import ProgramStore
 from jaxinfer.runner.programs import DeviceState, ModelPrograms, StepOutput
 from jaxinfer.runner.row_state import (
     RowReset,
@@ -30,6 +30,7 @@ from jaxinfer.runner.row_state import (
     make_row_reset,
     reset_row,
 )
+from jaxinfer.runner.runner_config import RunnerConfig
 from jaxinfer.runner.step_layout import StepLayout, decode_layout, ragged_layout
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.scheduler.plan import PlannedRow, StepPlan
@@ -47,43 +48,6 @@ LOGIT_BLOCK = {"cpu": 8, "gpu": 16, "tpu": 16}
 Elsewhere each block reads the head again, and sampling holds five copies of a block's logits: 41 MB
 for 16 rows of 128k ids.
 """
-
-
-@dataclass(frozen=True, slots=True)
-class RunnerConfig:
-    """Everything that decides the shape of a program.
-
-    Attributes:
-      max_num_seqs, max_num_batched_tokens, max_model_len: limits of a step and of a sequence.
-      decode_steps: decode steps in one dispatch, of up to `bulk_rows` rows.
-      cache: shape of the KV cache.
-      num_pages: pages in the pool, the trash page included.
-      num_groups: KV groups.
-      verifies: steps may have drafts.
-      one_rung: one program for all decode steps, and one for all others.
-    """
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    decode_steps: int
-    cache: CacheSpec
-    num_pages: int
-    num_groups: int
-    bulk_rows: int | None = None  # of all rows
-    verifies: bool = False
-    one_rung: bool = False
-
-    @property
-    def num_bulk_rows(self) -> int:
-        """Rows up to which a dispatch may have several decode steps."""
-        rows = self.max_num_seqs if self.bulk_rows is None else self.bulk_rows
-        return rows if self.decode_steps > 1 else 0
-
-    @property
-    def pages_per_row(self) -> int:
-        """Logical pages of the longest sequence."""
-        return -(-self.max_model_len // self.cache.page_size)
 
 
 @dataclass(slots=True)
@@ -130,6 +94,7 @@ class ModelRunner:
         leaves, treedef = jax.tree.flatten(weights)
         self._params: tuple[jax.Array, ...] = tuple(leaves)
         self._expected = jax.tree.map(_abstract, weights)
+        self._model_parts = (type(model).__qualname__, model.config, model.context)
 
         def merge(params: tuple[jax.Array, ...]) -> Any:
             return nnx.merge(graphdef, jax.tree.unflatten(treedef, params))
@@ -145,12 +110,19 @@ class ModelRunner:
     # Start-up.
 
     def compile(
-        self, progress: Callable[[Iterable[Any]], Iterable[Any]] = iter, *, run: bool = False
+        self,
+        progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
+        *,
+        run: bool = False,
+        store: ProgramStore | None = None,
     ) -> None:
         """Compiles every program; nothing is compiled after this.
 
-        `run` also runs each once on no rows, so that the first request finds it loaded: the
-        device state must exist.
+        Args:
+          progress: wraps the programs that are awaited.
+          run: also runs each once on no rows, so that the first request finds it loaded: the
+            device state must exist.
+          store: where programs may be found, and are left for the next start.
         """
         state = self._spec.abstract
         reset = jax.tree.map(
@@ -175,17 +147,25 @@ class ModelRunner:
             built = []
             # The longest first, so that nothing long is left for the end.
             for kind, rung, layout, body in reversed(self._program_table()):
-                lowered = self._lower(layout, body)
                 self._buffers[kind, rung] = StepBuffer(
                     layout, self.config.max_num_seqs, state.page_table.shape
                 )
-                built.append(pool.submit(self._build, (kind, rung), lowered, run))
+                found = None if store is None else store.load(f"{kind}-{rung}")
+                made = self._lower(layout, body) if found is None else found
+                built.append(pool.submit(self._build, (kind, rung), made, run, store))
             for program in progress(built):
                 program.result()
         host_memory.forget_compiler()
         if run:
             self.reset(0, SamplingParams(), frozenset(), [], 0)
             jax.block_until_ready(self._state)
+
+    @property
+    def made_of(self) -> str:
+        """What programs are made of, the code and the machine left out; equal text, equal ones."""
+        weights, structure = jax.tree.flatten(self._expected)
+        model = (*self._model_parts, str(structure), weights)
+        return repr((*model, self.config, self.vocab_size, self.ladders))
 
     def lower(self, kind: str, rung: int) -> Lowered:
         """Traces and lowers one program; the model's weights and devices may be abstract.
@@ -202,9 +182,20 @@ class ModelRunner:
         program = jax.jit(body, donate_argnums=1, out_shardings=(None, self._spec.shardings))
         return program.lower(params, self._spec.abstract, packed)
 
-    def _build(self, key: tuple[str, int], lowered: Lowered, run: bool) -> None:
-        self._executables[key] = lowered.compile()
-        del lowered
+    def _build(
+        self,
+        key: tuple[str, int],
+        program: Lowered | Compiled,
+        run: bool,
+        store: ProgramStore | None,
+    ) -> None:
+        if isinstance(program, Lowered):
+            kind, rung = key
+            compiled = store.compile(f"{kind}-{rung}", program) if store else program.compile()
+        else:
+            compiled = program
+        self._executables[key] = compiled
+        del program
         host_memory.trim()
         if run:
             self.run_empty(*key)

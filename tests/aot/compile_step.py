@@ -25,7 +25,8 @@ from jaxinfer.quantization import SCHEMES
 from jaxinfer.runner.compile_watch import CompileWatch
 from jaxinfer.runner.kv_cache import CacheSpec, default_page_size
 from jaxinfer.runner.loader import abstract_weights, make_abstract_model
-from jaxinfer.runner.model_runner import ModelRunner, RunnerConfig
+from jaxinfer.runner.model_runner import ModelRunner
+from jaxinfer.runner.runner_config import RunnerConfig
 from jaxinfer.testing import LLAMA_8B
 from kernels import device
 from kernels.paged_attention import kv_partition
