@@ -1,5 +1,6 @@
 """Strict JAX settings for every test, two virtual CPU devices, and the two real models."""
 
+import logging
 import os
 from pathlib import Path
 
@@ -25,6 +26,15 @@ _hook = install_import_hook(list(_array_modules()), "beartype.beartype")
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture(autouse=True)
+def _log_level():
+    """Commands that run in this process set a level of their own."""
+    logger = logging.getLogger("jaxinfer")
+    before = logger.level
+    yield
+    logger.setLevel(before)
 
 
 @pytest.fixture(scope="session")
