@@ -37,7 +37,6 @@ def engine_settings(
     """
     shapes, context = runner.config, model.context
     cache = shapes.cache
-    prompt_tokens = limits.max_prefill_chunk_tokens
     return shown(
         config,
         {
@@ -46,7 +45,7 @@ def engine_settings(
             "kv_cache_dtype": cache.dtype_name,
             "max_model_len": shapes.max_model_len,
             "max_num_batched_tokens": limits.max_num_batched_tokens,
-            "max_prefill_chunk_tokens": limits.chunk_tokens or prompt_tokens,
+            "max_prefill_chunk_tokens": limits.chunk_tokens or limits.max_prefill_chunk_tokens,
             "decode_steps": limits.bulk_steps(1),
             "page_size": cache.page_size,
             "num_pages": shapes.num_pages - 1,

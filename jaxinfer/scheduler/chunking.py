@@ -32,6 +32,12 @@ class StepBudget:
         """Tokens that the next chunk may have."""
         return min(self.tokens, self.prefill_tokens) if self.prefill_work > 0 else 0
 
+    def spend(self, count: int, work: float = 0.0) -> None:
+        """Takes a chunk of a prompt from what is left."""
+        self.tokens -= count
+        self.prefill_tokens -= count
+        self.prefill_work -= work
+
 
 class FreeChunks:
     """Fills a step: whatever decodes, then as much of the prompts as has room.
@@ -66,10 +72,7 @@ class FreeChunks:
 
     def spend(self, start: int, count: int, budget: StepBudget) -> None:
         """Takes a chunk from what is left."""
-        budget.tokens -= count
-        budget.prefill_tokens -= count
-        if self._pace is not None:
-            budget.prefill_work -= count * self._pace.of_token(start)
+        budget.spend(count, 0.0 if self._pace is None else count * self._pace.of_token(start))
 
     def has_room(self, sequence: Sequence, running: list[Sequence]) -> bool:
         """Whether a sequence, which holds what was cached of it, finds pages to begin with."""
@@ -123,8 +126,7 @@ class FixedChunks:
 
     def spend(self, start: int, count: int, budget: StepBudget) -> None:
         """Takes a chunk from what is left."""
-        budget.tokens -= count
-        budget.prefill_tokens -= count
+        budget.spend(count)
 
     def has_room(self, sequence: Sequence, running: list[Sequence]) -> bool:
         """Whether a sequence finds pages to its end, whatever those that run come to need."""

@@ -144,8 +144,11 @@ class Plan {
       if (is_large(tile) && index++ >= count - left) {
         num_parts = std::clamp<int64_t>(tile.num_queries / least, 1, num_threads / left);
       }
-      if (num_parts == 1) parts.push_back(tile);
-      for (int64_t i = 0; i < num_parts && num_parts > 1; ++i) {
+      if (num_parts == 1) {
+        parts.push_back(tile);
+        continue;
+      }
+      for (int64_t i = 0; i < num_parts; ++i) {
         const int64_t first = tile.num_queries * i / num_parts;
         Tile part = tile;
         part.num_queries = tile.num_queries * (i + 1) / num_parts - first;
