@@ -41,8 +41,8 @@ COMPILERS = ("c++", "g++", "clang++")
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
 _ROWS_FLAGS = {"portable": (), "avx2": _AVX2, "avx512": _AVX512}
-# Loops for weights in blocks of rows, and for attention with AMX, where the compiler knows all of
-# these.
+# Loops for weights in blocks of rows, and for attention with bfloat16 products, where the compiler
+# knows all of these.
 _BLOCKS_FLAGS = {
     "avx512bf16": (*_AVX512, "-mavx512bf16", "-mavx512vnni"),
     "amx": (*_AVX512, "-mavx512bf16", "-mavx512vnni", "-mamx-tile", "-mamx-bf16"),
@@ -104,11 +104,14 @@ def compile_units(
         commands["blocks_float"] = [str(MATMUL_FOLDER / "cpu_blocks_float.cc"), *_AVX512]
         integers = str(MATMUL_FOLDER / "cpu_blocks_integers.cc")
         commands["blocks_integers"] = [integers, *_AVX512, "-mavx512vnni"]
-        attention = str(ATTENTION_FOLDER / "cpu_bfloat16.cc")
-        commands["attention_amx"] = [attention, *_BLOCKS_FLAGS["amx"]]
+        bfloat16 = {
+            "block": MATMUL_FOLDER / "cpu_blocks.cc",
+            "attention": ATTENTION_FOLDER / "cpu_bfloat16.cc",
+        }
         for name, set_flags in _BLOCKS_FLAGS.items():
-            blocks = [str(MATMUL_FOLDER / "cpu_blocks.cc"), f"-DLOOPS=block_loops_{name}"]
-            commands[f"blocks_{name}"] = [*blocks, *set_flags]
+            for prefix, source in bfloat16.items():
+                define = f"-DLOOPS={prefix}_loops_{name}"
+                commands[f"{prefix}_{name}"] = [str(source), define, *set_flags]
 
     def compile_unit(name: str) -> Path:
         unit = scratch / f"{name}.o"

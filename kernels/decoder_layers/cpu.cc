@@ -286,11 +286,12 @@ Kernels portable() {
 }
 #if defined(__x86_64__)
 Kernels avx2() { return {&decoder_loops_avx2, &attention_loops_avx2, multipliers_avx2()}; }
-Kernels with_avx512(Multipliers multipliers) {
-  return {&decoder_loops_avx512, &attention_loops_avx512, multipliers};
+Kernels avx512() {
+  return {&decoder_loops_avx512, &attention_loops_avx512, multipliers_avx512()};
 }
-Kernels avx512() { return with_avx512(multipliers_avx512()); }
-Kernels avx512bf16() { return with_avx512(multipliers_avx512bf16()); }
+Kernels avx512bf16() {
+  return {&decoder_loops_avx512, &attention_avx512bf16(), multipliers_avx512bf16()};
+}
 Kernels amx() { return {&decoder_loops_avx512, &attention_amx(), multipliers_amx()}; }
 #endif
 

@@ -162,6 +162,7 @@ const Loops& portable_loops() { return attention_loops_portable; }
 #if defined(__x86_64__)
 const Loops& avx2_loops() { return attention_loops_avx2; }
 const Loops& avx512_loops() { return attention_loops_avx512; }
+const Loops& avx512bf16_loops() { return attention_avx512bf16(); }
 const Loops& amx_loops() { return attention_amx(); }
 #endif
 
@@ -203,7 +204,6 @@ JAXINFER_HANDLERS(_portable, portable_loops);
 #if defined(__x86_64__)
 JAXINFER_HANDLERS(_avx2, avx2_loops);
 JAXINFER_HANDLERS(_avx512, avx512_loops);
-// The same loops: what is more about this set is about products with weights.
-JAXINFER_HANDLERS(_avx512bf16, avx512_loops);
+JAXINFER_HANDLERS(_avx512bf16, avx512bf16_loops);
 JAXINFER_HANDLERS(_amx, amx_loops);
 #endif

@@ -119,6 +119,7 @@ extern const Loops attention_loops_portable;
 extern const Loops attention_loops_avx2;
 extern const Loops attention_loops_avx512;
 #if defined(JAXINFER_HAS_BLOCKS)
+extern const Loops attention_loops_avx512bf16;
 extern const Loops attention_loops_amx;
 #endif
 #endif

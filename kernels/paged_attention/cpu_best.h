@@ -7,18 +7,20 @@
 namespace jaxinfer {
 
 #if defined(__x86_64__)
-inline const Loops& attention_amx() {
 #if defined(JAXINFER_HAS_BLOCKS)
-  return attention_loops_amx;
+inline const Loops& attention_avx512bf16() { return attention_loops_avx512bf16; }
+inline const Loops& attention_amx() { return attention_loops_amx; }
 #else
-  return attention_loops_avx512;  // the compiler had no AMX: no machine runs this set
+// The compiler had none of it: no machine runs these sets.
+inline const Loops& attention_avx512bf16() { return attention_loops_avx512; }
+inline const Loops& attention_amx() { return attention_loops_avx512; }
 #endif
-}
 #endif
 
 inline const Loops& find_best_attention() {
 #if defined(__x86_64__)
   if (runs_here("amx")) return attention_amx();
+  if (runs_here("avx512bf16")) return attention_avx512bf16();
 #endif
   return JAXINFER_BEST(attention_loops);
 }

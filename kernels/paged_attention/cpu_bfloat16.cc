@@ -1,6 +1,6 @@
-// The loops of paged attention for AMX: where the cache is bfloat16, products are of bfloat16
-// numbers. Other caches, and few rows of heads that are not whole chunks, are left to the loops for
-// AVX-512: its dot products of bfloat16 pairs took longer than products of float32.
+// The loops of paged attention for AMX, and for AVX-512's dot products of bfloat16 pairs, with LOOPS
+// as their name: where the cache is bfloat16, products are of bfloat16 numbers. Left to the loops
+// for AVX-512 are other caches, and few rows where there are no tiles or heads are not whole chunks.
 //
 // Queries, times the scale, and the weights of values are rounded to bfloat16; sums, softmaxes and
 // the sum of the rounded weights are float32. Where rows are many, a span of keys is one softmax:
@@ -13,7 +13,9 @@
 #include "../cpp/lanes.h"
 #include "cpu_ahead.h"
 #include "cpu_attention.h"
+#if defined(__AMX_TILE__)
 #include "cpu_bfloat16_few.h"
+#endif
 #include "cpu_exponential.h"
 #include "cpu_keys.h"
 #include "cpu_state.h"
@@ -201,16 +203,24 @@ class RoundedTile : TileRows {
   const Tiles tiles_;
 };
 
+// Tiles of few rows, each with the loops that suit them.
+void attend_few(const Attention& p, const Tile& tile, float* scratch) {
+#if defined(__AMX_TILE__)
+  if (p.cache.head_dim % kChunk == 0) {
+    Ahead ahead(p, tile, sizeof(uint16_t), kBlockKeys);
+    for (const Tile* one = &tile; one; one = one->next) {
+      FewRoundedTile(p, *one, scratch, ahead).run();
+    }
+    return;
+  }
+#endif
+  attention_loops_avx512.attend(p, tile, scratch);
+}
+
 void attend(const Attention& p, const Tile& tile, float* scratch) {
+  if (p.cache.type != Elements::kBfloat16) return attention_loops_avx512.attend(p, tile, scratch);
   const bool is_few = tile.num_queries * (p.num_heads / p.cache.num_kv_heads) <= kFewRows;
-  if (p.cache.type != Elements::kBfloat16 || (is_few && p.cache.head_dim % kChunk != 0)) {
-    return attention_loops_avx512.attend(p, tile, scratch);
-  }
-  if (!is_few) return RoundedTile(p, tile, scratch).run();
-  Ahead ahead(p, tile, sizeof(uint16_t), kBlockKeys);
-  for (const Tile* one = &tile; one; one = one->next) {
-    FewRoundedTile(p, *one, scratch, ahead).run();
-  }
+  is_few ? attend_few(p, tile, scratch) : RoundedTile(p, tile, scratch).run();
 }
 
 void merge(const Attention& p, const Tile& tile) { attention_loops_avx512.merge(p, tile); }
@@ -220,7 +230,7 @@ void write(const Write& p) { attention_loops_avx512.write(p); }
 
 namespace jaxinfer {
 
-extern const Loops attention_loops_amx;
-const Loops attention_loops_amx = {attend, merge, write, true};
+extern const Loops LOOPS;
+const Loops LOOPS = {attend, merge, write, true};
 
 }  // namespace jaxinfer

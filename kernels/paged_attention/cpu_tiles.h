@@ -4,6 +4,7 @@
 #include <immintrin.h>
 #include <stdint.h>
 
+#include "../cpp/bfloat16_products.h"
 #include "../cpp/lanes.h"
 #include "../cpp/tile_config.h"
 
@@ -13,6 +14,8 @@ constexpr int64_t kPairs = 16;                    // in a chunk of what is added
 constexpr int64_t kChunk = 2 * kPairs;
 constexpr int64_t kTileColumns = 16;
 constexpr int64_t kTileElements = kPairs * 2 * kTileColumns;
+
+#if defined(__AMX_TILE__)
 
 // Sums of products of up to 32 rows, kept until it goes out of scope: nothing else uses tiles.
 class Tiles {
@@ -65,5 +68,25 @@ class Tiles {
     asm volatile("" ::: "memory");
   }
 };
+
+#else
+
+// The same in registers.
+class Tiles {
+ public:
+  Tiles() {}  // a constant without one would want values
+
+  template <int kRowTiles>
+  void multiply(const uint16_t* a, int64_t a_stride, const uint16_t* b, int64_t b_stride,
+                int64_t num_chunks, float* sums, int64_t sums_stride) const {
+    constexpr int kRows = 8;
+    for (int r = 0; r < 16 * kRowTiles; r += kRows, sums += kRows * sums_stride) {
+      multiply_by_two_blocks<kRows>(a + r * a_stride, a_stride, b, b + b_stride,
+                                    num_chunks * kPairs, sums, sums + kTileColumns, sums_stride);
+    }
+  }
+};
+
+#endif
 
 }  // namespace

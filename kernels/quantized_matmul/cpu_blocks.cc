@@ -5,6 +5,7 @@
 #include "../cpp/memory.h"
 #include "cpu_blocks.h"
 #include "cpu_blocks_decode.h"
+#include "cpu_blocks_panel_tiles.h"
 #include "cpu_blocks_tiles.h"
 
 #include <immintrin.h>
@@ -220,23 +221,18 @@ void multiply_blocks(const Product& p, const Bfloat16Tokens& tokens, int64_t fir
   for (int64_t row = first_row; row < last_row; row += kBlockRows) product.run(row);
 }
 
-#if defined(__AMX_TILE__)
 #include "cpu_blocks_panel.h"
-#endif
 
 void multiply(const Product& p, const Bfloat16Tokens& tokens, int64_t first_row,
               int64_t last_row) {
-#if defined(__AMX_TILE__)
   if (p.has_many_tokens) {
     return p.code == Code::kNibble ? multiply_panels<Nibbles>(p, tokens, first_row, last_row)
                                    : multiply_panels<Bytes>(p, tokens, first_row, last_row);
   }
-#endif
   if (p.code == Code::kNibble) return multiply_blocks<Nibbles>(p, tokens, first_row, last_row);
   multiply_blocks<Bytes>(p, tokens, first_row, last_row);
 }
 
-#if defined(__AMX_TILE__)
 void multiply_and_gate(const Product& p, const Bfloat16Tokens& tokens, Gate* gate,
                        int64_t first_row, int64_t last_row, const Bfloat16Tokens& to) {
   if (p.code == Code::kNibble) {
@@ -244,9 +240,6 @@ void multiply_and_gate(const Product& p, const Bfloat16Tokens& tokens, Gate* gat
   }
   multiply_gated<Bytes>(p, tokens, gate, first_row, last_row, to);
 }
-#else
-constexpr decltype(BlockLoops::multiply_gated) multiply_and_gate = nullptr;
-#endif
 
 }  // namespace
 

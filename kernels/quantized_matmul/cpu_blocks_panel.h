@@ -1,82 +1,6 @@
 // Products of many tokens: weights are scaled and rounded to bfloat16 once, and tiles add up all
-// columns. Included by cpu_blocks.cc where there are tiles.
+// columns. Included by cpu_blocks.cc.
 #pragma once
-
-// Sixteen tokens by sixteen rows at a time would load two tiles for every product; two by two load
-// one.
-class PanelTiles {
- public:
-  // Tiles 0, 1 and 4 are of the first tokens, which may be fewer than a tile.
-  explicit PanelTiles(int64_t num_tokens) {
-    volatile TileConfig config = {};
-    config.palette = 1;
-    for (int i = 0; i < 8; ++i) config.row_bytes[i] = 64, config.rows[i] = 16;
-    if (num_tokens < kTokenTile) {
-      config.rows[0] = config.rows[1] = config.rows[4] = static_cast<uint8_t>(num_tokens);
-    }
-    _tile_loadconfig(const_cast<TileConfig*>(&config));
-  }
-  ~PanelTiles() { _tile_release(); }
-
-  // sums[token tile][block] of `num_chunks` chunks; of each two.
-  JAXINFER_INLINE void multiply(const uint16_t* tokens, int64_t num_columns,
-                                const uint16_t* weights, int64_t block_words,
-                                int64_t num_chunks) {
-    const int64_t stride = num_columns * 2;
-    asm volatile("" ::: "memory");  // see Tiles::add
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-    for (int64_t chunk = 0; chunk < num_chunks; ++chunk) {
-      const uint16_t* const of_chunk = weights + chunk * kTileWords;
-      // Weights stay in the first-level cache, tokens pass it by.
-      _tile_stream_loadd(4, tokens + chunk * kChunk, stride);
-      _tile_loadd(6, of_chunk, 64);
-      _tile_dpbf16ps(0, 4, 6);
-      _tile_loadd(7, of_chunk + block_words, 64);
-      _tile_dpbf16ps(1, 4, 7);
-      _tile_stream_loadd(5, tokens + kTokenTile * num_columns + chunk * kChunk, stride);
-      _tile_dpbf16ps(2, 5, 6);
-      _tile_dpbf16ps(3, 5, 7);
-    }
-  }
-
-  // The same of one token tile: sums[block].
-  JAXINFER_INLINE void multiply_one(const uint16_t* tokens, int64_t num_columns,
-                                    const uint16_t* weights, int64_t block_words,
-                                    int64_t num_chunks) {
-    const int64_t stride = num_columns * 2;
-    asm volatile("" ::: "memory");
-    _tile_zero(0);
-    _tile_zero(1);
-    for (int64_t chunk = 0; chunk < num_chunks; ++chunk) {
-      const uint16_t* const of_chunk = weights + chunk * kTileWords;
-      _tile_loadd(4, tokens + chunk * kChunk, stride);
-      _tile_loadd(6, of_chunk, 64);
-      _tile_dpbf16ps(0, 4, 6);
-      _tile_loadd(7, of_chunk + block_words, 64);
-      _tile_dpbf16ps(1, 4, 7);
-    }
-  }
-
-  // Of each block [tokens, 16], of two tiles of tokens or of one.
-  JAXINFER_INLINE void store_pairs(float* first, float* second, bool has_two) const {
-    _tile_stored(0, first, kBlockRows * 4);
-    _tile_stored(1, second, kBlockRows * 4);
-    if (!has_two) return;
-    _tile_stored(2, first + kTokenTile * kBlockRows, kBlockRows * 4);
-    _tile_stored(3, second + kTokenTile * kBlockRows, kBlockRows * 4);
-  }
-
-  // Rows of `to` are tokens, `stride` floats apart.
-  JAXINFER_INLINE void store(float* to, int64_t stride) const {
-    _tile_stored(0, to, stride * 4);
-    _tile_stored(1, to + kBlockRows, stride * 4);
-    _tile_stored(2, to + kTokenTile * stride, stride * 4);
-    _tile_stored(3, to + kTokenTile * stride + kBlockRows, stride * 4);
-  }
-};
 
 // Where numbers of one column of sixteen rows, then of the next, are in pairs.
 inline __m512i pairs_order() {
@@ -165,7 +89,8 @@ void multiply_pairs(const Product& p, const Bfloat16Tokens& tokens, int64_t num_
   }
   PanelTiles tiles(p.num_tokens);
   // Packed tokens are whole tiles, but maybe not pairs of them: then the last two.
-  const int64_t last = packed_tokens(p.num_tokens) - 2 * kTokenTile;
+  const int64_t last = PanelTiles::kTakesPairs ? packed_tokens(p.num_tokens) - 2 * kTokenTile
+                                               : p.num_tokens;
   for (int64_t pair = 0; pair < num_pairs; ++pair) {
     const uint16_t* const weights = words + 2 * pair * block_words;
     if (p.num_tokens <= kTokenTile) {
@@ -175,9 +100,10 @@ void multiply_pairs(const Product& p, const Bfloat16Tokens& tokens, int64_t num_
     }
     for (int64_t token = 0; token < p.num_tokens; token += 2 * kTokenTile) {
       const int64_t first = token <= last ? token : last, left = p.num_tokens - first;
+      const int64_t count = left < 2 * kTokenTile ? left : 2 * kTokenTile;
       tiles.multiply(tokens.rows + first * p.num_columns, p.num_columns, weights, block_words,
-                     num_chunks);
-      take(pair, first, left < 2 * kTokenTile ? left : 2 * kTokenTile, tiles);
+                     num_chunks, count);
+      take(pair, first, count, tiles);
     }
   }
 }

@@ -113,9 +113,9 @@ def values(cache):
 
 
 def rounds_attention(case, step, instruction_set):
-    """Whether AMX multiplies rounded queries, and rounded weights of values."""
+    """Whether rounded queries are multiplied, and rounded weights of values."""
     is_many = any(q_len > 1 for q_len, _ in step.rows)
-    return instruction_set == "amx" and case.kv_dtype == "bfloat16" and is_many
+    return instruction_set in ROUNDING_SETS and case.kv_dtype == "bfloat16" and is_many
 
 
 def tolerance_of(case, step, instruction_set):
