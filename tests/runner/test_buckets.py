@@ -56,10 +56,10 @@ def test_one_sequence_and_one_token():
 
 
 def test_the_usual_ladders():
-    assert make_ladders("cpu", 32, 512).decode == (2, 8, 32)
+    assert make_ladders("cpu", 32, 512).decode == (2, 16, 32)
     assert make_ladders("cpu", 32, 512).tokens == (64, 256, 512)
-    assert make_ladders("cpu", 32, 512, 2) == Ladders((2, 8, 32), (64, 256, 512), (2,))
-    assert make_ladders("cpu", 32, 256, 2, True) == Ladders((2, 8, 32), (16, 64, 256), (2,))
+    assert make_ladders("cpu", 32, 512, 2) == Ladders((2, 16, 32), (64, 256, 512), (2,))
+    assert make_ladders("cpu", 32, 256, 2, True) == Ladders((2, 16, 32), (16, 64, 256), (2,))
     assert make_ladders("cpu", 32, 512, 32) == Ladders((2, 32), (64, 256, 512), (2, 32))
     assert make_ladders("gpu", 32, 4096).decode == (1, 2, 4, 8, 16, 32)
     assert make_ladders("gpu", 32, 4096).tokens == (16, 64, 256, 1024, 4096)
