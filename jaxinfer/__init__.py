@@ -14,6 +14,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from jaxinfer.config import EngineConfig as EngineConfig
+    from jaxinfer.grammar import Grammar as Grammar
     from jaxinfer.llm import LLM as LLM
     from jaxinfer.llm import generate as generate
     from jaxinfer.llm import unload as unload
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "CompletionOutput": "outputs",
     "EngineConfig": "config",
+    "Grammar": "grammar",
     "InvalidParameter": "sampling_params",
     "LLM": "llm",
     "OutputDelta": "outputs",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
-from jaxinfer.request import Completion, EngineRequest, QueueFullError
+from jaxinfer.constraints import GrammarCompiler, GrammarMatcher, TokenRules
+from jaxinfer.request import Completion, EngineRequest, QueueFullError, TokenMatcher
 from jaxinfer.runner.row_state import MAX_STOP_IDS
 from jaxinfer.sampling_params import InvalidParameter, SamplingParams
 from jaxinfer.scheduler.ngram import NgramDrafter
@@ -41,6 +43,7 @@ class Admission:
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
         self._max_queued_requests = max_queued_requests
+        self._grammars = GrammarCompiler(tokenizer, vocab_size, eos_token_ids)
 
     def make(self, request: EngineRequest) -> list[tuple[Sequence, Completion]]:
         """Returns a request's completions, none of them queued yet.
@@ -71,8 +74,11 @@ class Admission:
     def check(self, request: EngineRequest) -> None:
         """Checks a request against the model and the pool; changes nothing, from any thread.
 
+        A grammar is compiled, which may take seconds.
+
         Raises:
           InvalidParameter: `add` would refuse it.
+          QueueFullError: other grammars are being compiled, which take long.
         """
         prompt = request.prompt_token_ids
         if not prompt:
@@ -83,6 +89,12 @@ class Admission:
                 "prompt", f"token id {outside[0]} is outside the vocabulary of {self._vocab_size}"
             )
         scores_only = request.params.max_tokens == 0
+        if request.embeds and not (scores_only and request.params.n == 1):
+            raise InvalidParameter(
+                "max_tokens",
+                "a request that embeds generates nothing: its max_tokens must be 0, got "
+                f"{request.params.max_tokens}, and its n 1, got {request.params.n}",
+            )
         if len(prompt) + (not scores_only) > self._max_model_len:
             raise InvalidParameter(
                 "prompt",
@@ -111,6 +123,8 @@ class Admission:
                 "KV pages than the pool has; ask for fewer tokens",
                 "context_length_exceeded",
             )
+        if request.params.grammar is not None and not request.compiled:
+            request.compiled.append(self._grammars.compile(request.params.grammar))
 
     def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
         stop_ids = frozenset(params.stop_token_ids)
@@ -121,16 +135,30 @@ class Admission:
     ) -> tuple[Sequence, Completion]:
         max_tokens = self.max_tokens(request)
         num_drafts = self._scheduler.limits.num_draft_tokens
-        # With penalties each token changes what may follow, so that nothing can be sampled ahead.
-        speculates = num_drafts > 0 and params.speculation is not False and not params.has_penalties
+        matcher: TokenMatcher | None = None
+        if request.compiled:
+            [grammar] = request.compiled
+            matcher = GrammarMatcher(grammar, params.min_tokens, params.ignore_eos)
+            # The masks see to it, as not even they may forbid all that the grammar allows.
+            params = replace(params, min_tokens=0)
+        stop_ids = self._stop_ids(params)
+        matcher = TokenRules.of(params, self._tokenizer, self._vocab_size, stop_ids, matcher)
+        # Where each token changes what may follow, nothing can be sampled ahead.
+        speculates = (
+            num_drafts > 0
+            and params.speculation is not False
+            and not params.has_penalties
+            and matcher is None
+        )
         sequence = Sequence(
             seq_id=f"{request.request_id}/{index}",
             token_ids=list(request.prompt_token_ids),
             prompt_len=len(request.prompt_token_ids),
-            stop=StopRule(max_tokens, params.min_tokens, self._stop_ids(params)),
+            stop=StopRule(max_tokens, params.min_tokens, stop_ids),
             priority=request.priority,
             score_prompt=params.prompt_logprobs is not None and index == 0,
-            steps_in_bulk=not params.stop,
+            embeds=request.embeds,
+            steps_in_bulk=not params.stop and matcher is None,
             drafter=NgramDrafter(num_drafts, request.prompt_token_ids) if speculates else None,
             cache_salt=(request.cache_salt or "").encode(errors="surrogatepass"),
         )
@@ -140,4 +168,5 @@ class Admission:
             params,
             Detokenizer(self._tokenizer, params.skip_special_tokens, continuation=True),
             StopMatcher(params.stop, params.include_stop_str_in_output),
+            matcher,
         )

@@ -12,12 +12,14 @@ import os
 import platform
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from jaxinfer import cpu
 from jaxinfer._kernels_package import check_kernels_package
 from jaxinfer.collection import paused_collection
 from jaxinfer.config import (
+    XLA_FRACTION,
     ConfigError,
     EngineConfig,
     ServerConfig,
@@ -25,7 +27,8 @@ from jaxinfer.config import (
     override,
     settings_of,
 )
-from jaxinfer.config_file import load_toml
+from jaxinfer.config_file import ModelEntry, load_models, load_toml
+from jaxinfer.log_format import formatter
 from jaxinfer.machine import version_of
 
 EXIT_OK = 0
@@ -74,6 +77,8 @@ def add_settings(
         else:
             options["type"] = _argument_type(setting)
             options["metavar"] = "NAME" if setting.kind is str else "N"
+        if setting.bare is not None:
+            options.update(nargs="?", const=setting.bare)
         if setting.is_list:
             options["action"] = "append"
         group.add_argument(*names, **options)
@@ -104,11 +109,6 @@ def configs_from(args: argparse.Namespace) -> tuple[EngineConfig, ServerConfig]:
         for name, value in vars(args).items()
     }
     engine, server = EngineConfig(), ServerConfig()
-    if getattr(args, "config_path", None) is not None:
-        raise ConfigError(
-            f"config_path {args.config_path!r} names several models, and this release serves one "
-            "per process; start one server per model with --model and --port"
-        )
     if getattr(args, "config", None) is not None:
         engine, server = load_toml(args.config)
     key = os.environ.get("JAXINFER_API_KEY")
@@ -117,11 +117,41 @@ def configs_from(args: argparse.Namespace) -> tuple[EngineConfig, ServerConfig]:
     return override(engine, values), override(server, values)
 
 
-def prepare_process(engine_config: EngineConfig, log_level: str = "info") -> None:
-    """Sets what has to be in place before jax is imported: CPU threads and logging."""
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+def models_from(
+    args: argparse.Namespace, engine: EngineConfig, server: ServerConfig
+) -> tuple[ModelEntry, ...]:
+    """Returns the models to serve: those of --config-path, else the one of the flags.
+
+    Raises:
+      ConfigError: the file cannot be used, or a model is named beside it.
+    """
+    path = args.config_path
+    if path is None:
+        return (ModelEntry(engine, server.served_model_name),)
+    if engine.model is not None:
+        raise ConfigError(
+            f"config_path {path!r} names the models, and so does model {engine.model!r}; leave one "
+            "of them out"
+        )
+    first, *others = load_models(path, engine)
+    # Without a name in the request it is the first one that answers: it gets the further names.
+    names = tuple(dict.fromkeys((*first.names, *server.served_model_name)))
+    for name in names[len(first.names) :]:
+        if any(name in entry.names for entry in others):
+            raise ConfigError(f"served_model_name {name!r} is another model's in {path}")
+    return (replace(first, names=names), *others)
+
+
+def prepare_process(
+    engine_config: EngineConfig, log_level: str = "info", log_format: str = "text"
+) -> None:
+    """Sets what has to be in place before jax is imported: CPU threads, memory and logging."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(formatter(log_format))
+    logging.basicConfig(handlers=[handler])
     logging.getLogger("jaxinfer").setLevel(log_level.upper())
     cpu.set_num_threads(engine_config.num_threads)
+    os.environ.setdefault(XLA_FRACTION, f"{engine_config.gpu_memory_utilization:g}")
     if os.environ.get("MISTRALRS_USE_PAGEABLE_KERNELS", "0") != "0":
         logging.getLogger("jaxinfer").info(
             "MISTRALRS_USE_PAGEABLE_KERNELS is set: the KV cache is always paged here"
@@ -171,7 +201,12 @@ def _parser(words: list[str]) -> argparse.ArgumentParser:
         metavar="X",
         help="--config if it ends in .toml, else --chat-template",
     )
-    serve.add_argument("--config-path", help=argparse.SUPPRESS)
+    serve.add_argument(
+        "--config-path",
+        metavar="FILE.json",
+        default=None,
+        help='several models, {"models": [{"name", "path", "chat_template"}]}; excludes --model',
+    )
     add_settings(serve, EngineConfig)
     add_settings(serve, ServerConfig)
 
@@ -241,13 +276,14 @@ def _add_command(commands: Any, name: str, summary: str, run: Any) -> argparse.A
 
 def _serve(args: argparse.Namespace) -> int:
     engine_config, server_config = configs_from(args)
-    prepare_process(engine_config, server_config.log_level)
+    models = models_from(args, engine_config, server_config)
+    prepare_process(engine_config, server_config.log_level, server_config.log_format)
     with paused_collection():
         from jaxinfer.server.serving import serve
 
         gc.freeze()  # modules stay: no collection need look at them, the one due now included
 
-    return serve(engine_config, server_config)
+    return serve(models, server_config)
 
 
 def _bench(args: argparse.Namespace) -> int:

@@ -1,14 +1,38 @@
-"""What can be configured: two frozen dataclasses from which flags and TOML keys are both derived.
+"""What can be configured: two frozen dataclasses. A value is checked once, here, and never changes.
 
-A leaf: imports nothing of ours and no jax. A value is checked once, here, and never changes later.
+A leaf: imports no jax.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass
+
+from jaxinfer.settings import (
+    ConfigError,
+    Setting,
+    flag,
+    override,
+    parse_bytes,
+    require,
+    require_choice,
+    require_share,
+    settings_of,
+)
+
+__all__ = [
+    "ConfigError",
+    "EngineConfig",
+    "ServerConfig",
+    "Setting",
+    "all_settings",
+    "override",
+    "parse_bytes",
+    "settings_of",
+]
+
+XLA_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+"""Environment variable: the part of a GPU's memory that XLA takes when jax is imported."""
 
 _DTYPES = {
     "auto": "auto",
@@ -18,34 +42,8 @@ _DTYPES = {
 }
 _KV_DTYPES = {**_DTYPES, "int8": "int8"}
 _GROUP_SIZES = (16, 32, 64, 128)
+_ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s*]+")
 _LOG_LEVELS = ("debug", "info", "warning", "error")
-_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(i?)B?\s*", re.IGNORECASE)
-
-
-class ConfigError(ValueError):
-    """A setting that cannot be used; the message names it, its value, the rule and the way out."""
-
-
-def parse_bytes(text: str | int) -> int:
-    """Returns a number of bytes from 4096, '512MB' (powers of 1000) or '2GiB' (powers of 1024)."""
-    match = _SIZE.fullmatch(str(text))
-    if match is None:
-        raise ConfigError(f"{text!r} is not a size; write bytes, or a number with KB, MiB, GB ...")
-    number, prefix, binary = match.groups()
-    return int(float(number) * (1024 if binary else 1000) ** " KMGT".index(prefix.upper() or " "))
-
-
-def _flag(
-    default: Any,
-    about: str | None,
-    *,
-    aliases: tuple[str, ...] = (),
-    parse: Callable[[str], Any] | None = None,
-    secret: bool = False,
-) -> Any:
-    """Declares a setting: its default, what `--help` says, and how text becomes its value."""
-    metadata = {"about": about, "aliases": aliases, "parse": parse}
-    return field(default=default, repr=not secret, metadata=metadata)
 
 
 @dataclass(frozen=True)
@@ -56,141 +54,145 @@ class EngineConfig:
       ConfigError: a value is outside its range, or two values exclude each other.
     """
 
-    model: str | None = _flag(
+    model: str | None = flag(
         None,
         "hub id, directory or .gguf file (default: SmolLM2-135M-Instruct)",
         aliases=("-m",),
     )
-    revision: str | None = _flag(None, "branch, tag or commit of a hub model")
-    model_type: str | None = _flag(None, "refuse a checkpoint of any other architecture")
-    tokenizer_path: str | None = _flag(
+    revision: str | None = flag(None, "branch, tag or commit of a hub model")
+    model_type: str | None = flag(None, "refuse a checkpoint of any other architecture")
+    tokenizer_path: str | None = flag(
         None, "directory with tokenizer.json, if not the model's own (default: the model)"
     )
-    chat_template: str | None = _flag(
+    chat_template: str | None = flag(
         None, "built-in name or file of a chat template (default: the model's own)"
     )
-    dtype: str = _flag("auto", "activations: auto, float32, bfloat16 or float16")
-    exact: bool = _flag(
+    dtype: str = flag("auto", "activations: auto, float32, bfloat16 or float16")
+    exact: bool = flag(
         False, "float32 activations and KV cache, highest matmul precision: for comparisons"
     )
-    quant: str | None = _flag(
+    quant: str | None = flag(
         None,
         "quantize weights at load: int8, int4, nf4, fp8, w8a8, Q8_0, Q4_0, HQQ8, HQQ4 or auto",
         aliases=("--isq",),
     )
-    quant_group_size: int | None = _flag(
+    quant_group_size: int | None = flag(
         None, "weights per scale with --quant: 16, 32, 64 or 128 (default: the format's own)"
     )
-    kv_cache_dtype: str = _flag(
+    kv_cache_dtype: str = flag(
         "auto",
         "KV cache: auto, float32, bfloat16, float16, or int8 (with a scale per token and head)",
     )
-    max_model_len: int | None = _flag(
+    max_model_len: int | None = flag(
         None,
         "context limit in tokens, prompt included (default: the model's)",
         aliases=("--max-total-tokens",),
     )
-    max_num_seqs: int = _flag(32, "sequences that run at once", aliases=("--max-batch-size",))
-    max_num_batched_tokens: int | None = _flag(
+    max_num_seqs: int = flag(32, "sequences that run at once", aliases=("--max-batch-size",))
+    max_num_batched_tokens: int | None = flag(
         None, "token budget of one step (default: 4096, on CPU 256)"
     )
-    max_prefill_chunk_tokens: int | None = _flag(
+    max_prefill_chunk_tokens: int | None = flag(
         None,
         "prompt tokens in a step that also decodes (default: 512, within the budget; on CPU as "
         "many as take up to twice as long as its decodes)",
     )
-    max_decode_steps_before_prefill: int = _flag(
+    max_decode_steps_before_prefill: int = flag(
         8, "decode-only steps allowed while a request that fits is waiting"
     )
-    decode_steps: int | None = _flag(
+    decode_steps: int | None = flag(
         None,
         "decode steps fused into one program (default: 1; on CPU up to 4 for one or two sequences "
         "of a small model)",
     )
-    max_queued_requests: int = _flag(512, "waiting requests beyond which new ones get a 429")
-    page_size: int | None = _flag(None, "tokens in a KV page (default: 16, on TPU 128)")
-    num_pages: int | None = _flag(None, "KV pages in the pool (default: from free memory)")
-    kv_cache_memory: int | None = _flag(
+    max_queued_requests: int = flag(512, "waiting requests beyond which new ones get a 429")
+    max_queued_tokens: int | None = flag(
+        None,
+        "prompt tokens of waiting requests beyond which new ones get a 429 (default: no limit)",
+    )
+    page_size: int | None = flag(None, "tokens in a KV page (default: 16, on TPU 128)")
+    num_pages: int | None = flag(None, "KV pages in the pool (default: from free memory)")
+    kv_cache_memory: int | None = flag(
         None,
         "size of the KV pool, for example 2GiB; excludes --num-pages",
         aliases=("--max-cache-size",),
         parse=parse_bytes,
     )
-    prefix_cache: bool = _flag(
+    prefix_cache: bool = flag(
         True, "reuse the KV pages of earlier prompts that start with the same tokens"
     )
-    speculation: str = _flag(
+    speculation: str = flag(
         "off",
         "ngram: guess tokens from what followed the same ones before, and verify several at once; "
         "the text is the same. Pays where outputs repeat the prompt",
     )
-    deterministic: bool = _flag(
+    deterministic: bool = flag(
         False,
         "a request's text and log-probabilities depend on nothing but itself, to the last bit: not "
         "on what else runs, what is cached or what came before; slower",
     )
-    num_draft_tokens: int = _flag(15, "tokens guessed at once for a sequence, with --speculation")
-    tensor_parallel: int = _flag(1, "devices that share each layer")
-    allow_fewer_devices: bool = _flag(
+    num_draft_tokens: int = flag(15, "tokens guessed at once for a sequence, with --speculation")
+    tensor_parallel: int = flag(1, "devices that share each layer")
+    allow_fewer_devices: bool = flag(
         False, "lower --tensor-parallel, with a warning, when fewer devices exist"
     )
-    gpu_memory_utilization: float = _flag(0.9, "share of device memory to use, 0 to 1")
-    num_threads: int | None = _flag(None, "CPU threads of XLA (default: one per core)")
-    attention: str | None = _flag(None, "force one attention implementation, for example reference")
-    matmul: str | None = _flag(None, "force one implementation of the matmul of quantized weights")
-    pipeline_depth: int | None = _flag(None, "steps dispatched ahead of the host: 0 or 1")
-    step_timeout: float = _flag(
+    gpu_memory_utilization: float = flag(
+        0.9,
+        "share of a device's memory to use, 0 to 1: what XLA takes of a GPU at start (unless "
+        f"{XLA_FRACTION} is set), and what the KV pool is sized by",
+        aliases=("--memory-fraction",),
+    )
+    reserve_memory: int = flag(
+        0,
+        "memory a pool sized from what is free leaves free, for example for models loaded later",
+        parse=parse_bytes,
+    )
+    kv_cache_share: float = flag(
+        1.0, "part of what is left that a pool sized from free memory takes, above 0 to 1"
+    )
+    gpu_layers: int | None = flag(
+        None,
+        "accepted, with a warning, for llama.cpp's command lines: all layers run on one platform",
+        aliases=("--n-gpu-layers",),
+    )
+    num_threads: int | None = flag(None, "CPU threads of XLA (default: one per core)")
+    attention: str | None = flag(None, "force one attention implementation, for example reference")
+    matmul: str | None = flag(None, "force one implementation of the matmul of quantized weights")
+    pipeline_depth: int | None = flag(None, "steps dispatched ahead of the host: 0 or 1")
+    step_timeout: float = flag(
         600.0, "seconds after which a step is taken to hang and the engine for dead; 0 never"
     )
-    compilation_cache_dir: str | None = _flag(
+    compilation_cache_dir: str | None = flag(
         None, "where compiled programs are kept (default: the user's cache directory)"
     )
 
     def __post_init__(self) -> None:
         for name, dtypes in (("dtype", _DTYPES), ("kv_cache_dtype", _KV_DTYPES)):
-            value, choices = getattr(self, name), list(dict.fromkeys(dtypes.values()))
-            rule = f"must be {', '.join(choices[:-1])} or {choices[-1]}"
-            _require(value in dtypes, name, value, rule)
-            object.__setattr__(self, name, dtypes[value])
+            value = dtypes.get(getattr(self, name), getattr(self, name))
+            require_choice(name, value, *dict.fromkeys(dtypes.values()))
+            object.__setattr__(self, name, value)
         for name in _POSITIVE_ENGINE_FIELDS:
             value = getattr(self, name)
-            _require(value is None or value >= 1, name, value, "must be at least 1")
-        _require(
-            self.max_decode_steps_before_prefill >= 0,
-            "max_decode_steps_before_prefill",
-            self.max_decode_steps_before_prefill,
-            "must be at least 0",
-        )
-        _require(self.step_timeout >= 0, "step_timeout", self.step_timeout, "must be at least 0")
-        _require(
-            0 < self.gpu_memory_utilization <= 1,
-            "gpu_memory_utilization",
-            self.gpu_memory_utilization,
-            "must be above 0 and at most 1",
-        )
-        _require(
-            self.speculation in ("off", "ngram"),
-            "speculation",
-            self.speculation,
-            "must be off or ngram",
-        )
-        _require(
-            self.pipeline_depth in (None, 0, 1),
-            "pipeline_depth",
-            self.pipeline_depth,
-            "must be 0 or 1",
-        )
+            require(value is None or value >= 1, name, value, "must be at least 1")
+        for name in ("max_decode_steps_before_prefill", "step_timeout", "reserve_memory"):
+            value = getattr(self, name)
+            require(value >= 0, name, value, "must be at least 0")
+        for name in ("gpu_memory_utilization", "kv_cache_share"):
+            require_share(name, getattr(self, name))
+        require_choice("speculation", self.speculation, "off", "ngram")
+        if self.pipeline_depth is not None:
+            require_choice("pipeline_depth", self.pipeline_depth, 0, 1)
         self._check_pairs()
 
     def _check_pairs(self) -> None:
         size = self.quant_group_size
-        _require(
+        require(
             size is None or (size in _GROUP_SIZES and self.quant is not None),
             "quant_group_size",
             size,
             "must be 16, 32, 64 or 128, and goes with quant",
         )
-        _require(
+        require(
             self.num_pages is None or self.kv_cache_memory is None,
             "kv_cache_memory",
             self.kv_cache_memory,
@@ -198,20 +200,20 @@ class EngineConfig:
         )
         for name in ("dtype", "kv_cache_dtype"):
             value = getattr(self, name)
-            _require(
+            require(
                 not self.exact or value in ("auto", "float32"),
                 name,
                 value,
                 "contradicts exact, which means float32; leave one of them out",
             )
-        _require(
+        require(
             not self.deterministic or self.speculation == "off",
             "speculation",
             self.speculation,
             "excludes deterministic: verified drafts round otherwise than single tokens; leave one "
             "of them out",
         )
-        _require(
+        require(
             not self.deterministic or self.decode_steps in (None, 1),
             "decode_steps",
             self.decode_steps,
@@ -220,14 +222,14 @@ class EngineConfig:
         budget = self.max_num_batched_tokens
         if budget is None:
             return
-        _require(
+        require(
             budget >= self.max_num_seqs,
             "max_num_batched_tokens",
             budget,
             f"must be at least max_num_seqs ({self.max_num_seqs}): each running sequence takes one",
         )
         chunk = self.max_prefill_chunk_tokens
-        _require(
+        require(
             chunk is None or chunk <= budget,
             "max_prefill_chunk_tokens",
             chunk,
@@ -242,6 +244,7 @@ _POSITIVE_ENGINE_FIELDS = (
     "max_prefill_chunk_tokens",
     "decode_steps",
     "max_queued_requests",
+    "max_queued_tokens",
     "page_size",
     "num_pages",
     "num_draft_tokens",
@@ -259,129 +262,84 @@ class ServerConfig:
       ConfigError: a value is outside its range.
     """
 
-    host: str = _flag("127.0.0.1", "address to listen on; 0.0.0.0 for all of IPv4")
-    port: int = _flag(8080, "port to listen on; 0 picks a free one", aliases=("-p",))
-    served_model_name: tuple[str, ...] = _flag(
+    host: str = flag("127.0.0.1", "address to listen on; 0.0.0.0 for all of IPv4")
+    port: int = flag(8080, "port to listen on; 0 picks a free one", aliases=("-p",))
+    uds: str | None = flag(None, "listen on this Unix socket instead of host and port")
+    metrics_port: int | None = flag(
+        None, "serve /metrics on this port as well; without a number 8081", bare=8081
+    )
+    ssl_certfile: str | None = flag(None, "certificate chain (PEM): serve HTTPS")
+    ssl_keyfile: str | None = flag(None, "its private key, where --ssl-certfile does not hold it")
+    served_model_name: tuple[str, ...] = flag(
         (), "name clients use (repeatable; default: the model's own)"
     )
-    api_key: tuple[str, ...] = _flag(
+    api_key: tuple[str, ...] = flag(
         (), "key clients must send (repeatable; also JAXINFER_API_KEY)", secret=True
     )
-    protect_metrics: bool = _flag(False, "ask for the key on /metrics too")
-    request_timeout: float | None = _flag(None, "seconds after which a request ends with a 504")
-    shutdown_timeout: float = _flag(30.0, "seconds running requests get to finish on SIGTERM")
-    default_max_tokens: int | None = _flag(
+    allowed_origins: tuple[str, ...] = flag(
+        (), "origin whose web pages may ask, e.g. https://example.org; * for any (repeatable)"
+    )
+    protect_metrics: bool = flag(False, "ask for the key on /metrics too")
+    request_timeout: float | None = flag(None, "seconds after which a request ends with a 504")
+    shutdown_timeout: float = flag(30.0, "seconds running requests get to finish on SIGTERM")
+    default_max_tokens: int | None = flag(
         None, "max_tokens of requests without one (default: 16 for completions, else the context)"
     )
-    max_body_bytes: int = _flag(16 * 2**20, "largest request body, e.g. 16MiB", parse=parse_bytes)
-    max_n: int = _flag(128, "largest n of a request")
-    max_prompts: int = _flag(1024, "largest number of prompts in one completions request")
-    generation_config: str = _flag(
+    max_body_bytes: int = flag(16 * 2**20, "largest request body, e.g. 16MiB", parse=parse_bytes)
+    max_n: int = flag(128, "largest n of a request")
+    max_prompts: int = flag(1024, "largest number of prompts in one completions request")
+    generation_config: str = flag(
         "auto", "auto: take default sampling from the checkpoint; none: OpenAI's defaults"
     )
-    strict_params: bool = _flag(False, "answer 400 to unknown parameters instead of a log line")
-    log_level: str = _flag("info", "debug, info, warning or error")
-    log_requests: bool = _flag(False, "log prompts, cut to 200 characters")
+    strict_params: bool = flag(False, "answer 400 to unknown parameters instead of a log line")
+    log_level: str = flag("info", "debug, info, warning or error")
+    log_format: str = flag("text", "text, or json: every line of the log is an object")
+    log_requests: bool = flag(False, "log prompts, cut to 200 characters")
 
     def __post_init__(self) -> None:
-        _require(0 <= self.port <= 65535, "port", self.port, "must be 0 to 65535")
+        for name in ("port", "metrics_port"):
+            value = getattr(self, name)
+            require(value is None or 0 <= value <= 65535, name, value, "must be 0 to 65535")
+        require(
+            self.metrics_port in (None, 0) or self.metrics_port != self.port,
+            "metrics_port",
+            self.metrics_port,
+            "must be another than port, which serves /metrics anyway",
+        )
+        require(
+            self.ssl_keyfile is None or self.ssl_certfile is not None,
+            "ssl_keyfile",
+            self.ssl_keyfile,
+            "goes with ssl_certfile",
+        )
         for name in ("default_max_tokens", "max_body_bytes", "max_prompts"):
             value = getattr(self, name)
-            _require(value is None or value >= 1, name, value, "must be at least 1")
-        _require(1 <= self.max_n <= 128, "max_n", self.max_n, "must be 1 to 128")
+            require(value is None or value >= 1, name, value, "must be at least 1")
+        require(1 <= self.max_n <= 128, "max_n", self.max_n, "must be 1 to 128")
         timeout = self.request_timeout
-        _require(timeout is None or timeout > 0, "request_timeout", timeout, "must be above 0")
-        _require(
+        require(timeout is None or timeout > 0, "request_timeout", timeout, "must be above 0")
+        require(
             self.shutdown_timeout >= 0,
             "shutdown_timeout",
             self.shutdown_timeout,
             "must be at least 0",
         )
-        _require(
-            self.generation_config in ("auto", "none"),
-            "generation_config",
-            self.generation_config,
-            "must be auto or none",
-        )
-        _require(
-            self.log_level in _LOG_LEVELS,
-            "log_level",
-            self.log_level,
-            f"must be one of {', '.join(_LOG_LEVELS)}",
-        )
+        require_choice("generation_config", self.generation_config, "auto", "none")
+        require_choice("log_level", self.log_level, *_LOG_LEVELS)
+        require_choice("log_format", self.log_format, "text", "json")
+        for origin in self.allowed_origins:
+            require(
+                _ORIGIN.fullmatch(origin) is not None,
+                "allowed_origins",
+                origin,
+                "must be scheme://host[:port], null or *",
+            )
         for name in ("api_key", "served_model_name"):
             if any(not value.strip() for value in getattr(self, name)):
                 raise ConfigError(f"{name} must not be empty; leave it out instead")
-
-
-def _require(condition: bool, name: str, value: object, rule: str) -> None:
-    if not condition:
-        raise ConfigError(f"{name} {rule} (got {value!r})")
-
-
-ConfigT = TypeVar("ConfigT", EngineConfig, ServerConfig)
-
-
-@dataclass(frozen=True)
-class Setting:
-    """One field of a configuration, as a flag and as a TOML key.
-
-    Attributes:
-      name: the field.
-      kind: str, int, float or bool, or the element type when `is_list`.
-      is_list: whether the flag may be repeated.
-      about: what `--help` says; None keeps it out of the list.
-      aliases: other flags for it.
-      parse: makes a value of text that is not simply of that kind.
-    """
-
-    name: str
-    kind: type
-    is_list: bool
-    about: str | None
-    aliases: tuple[str, ...]
-    parse: Callable[[str], Any] | None
-
-    def check(self, value: object) -> Any:
-        """Returns a value from TOML as the field's type.
-
-        Raises:
-          ConfigError: it has another type.
-        """
-        if self.is_list:
-            items = value if isinstance(value, list) else [value]
-            return tuple(self._check_one(item) for item in items)
-        return self._check_one(value)
-
-    def _check_one(self, value: object) -> Any:
-        if self.parse is not None and isinstance(value, str | int) and value is not True:
-            return self.parse(str(value))
-        if self.kind is float and type(value) is int:
-            return float(value)
-        if type(value) is not self.kind:
-            raise ConfigError(f"{self.name} must be {self.kind.__name__}, got {value!r}")
-        return value
-
-
-def settings_of(config: type[EngineConfig] | type[ServerConfig]) -> tuple[Setting, ...]:
-    """Returns the settings of a configuration class in the order of its fields."""
-    kinds: Mapping[str, type] = {"str": str, "int": int, "float": float, "bool": bool}
-    found = []
-    for item in fields(config):
-        annotation = str(item.type)
-        is_list = annotation.startswith("tuple[")
-        kind = kinds[annotation.removeprefix("tuple[").split(",")[0].split(" ")[0]]
-        found.append(Setting(item.name, kind, is_list, **item.metadata))
-    return tuple(found)
 
 
 def all_settings() -> dict[str, Setting]:
     """Returns the settings of both configurations by name."""
     both = (*settings_of(EngineConfig), *settings_of(ServerConfig))
     return {setting.name: setting for setting in both}
-
-
-def override(config: ConfigT, values: Mapping[str, Any]) -> ConfigT:
-    """Returns the configuration with those `values` that are fields of it."""
-    own = {item.name for item in fields(config)}
-    return replace(config, **{name: value for name, value in values.items() if name in own})

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+import time
 import traceback
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from jaxinfer.admission import Admission
+from jaxinfer.constraints import GrammarFailure, StepMasks
 from jaxinfer.outputs import FinishReason, OutputDelta
-from jaxinfer.pipeline import FailedStep, Pipeline
+from jaxinfer.pipeline import FailedStep, FinishedStep, Pipeline
 from jaxinfer.request import Completion, EngineRequest, QueueFullError
 from jaxinfer.runner.model_runner import ModelRunner
 from jaxinfer.runner.output_reader import RowResult
@@ -17,35 +20,12 @@ from jaxinfer.sampling_params import InvalidParameter
 from jaxinfer.scheduler.plan import PlannedRow, StepPlan
 from jaxinfer.scheduler.scheduler import Scheduler
 from jaxinfer.scheduler.sequence import Sequence
+from jaxinfer.stats import EngineStats
 from jaxinfer.text.tokenizer import Tokenizer
 
+__all__ = ["Engine", "EngineStats"]
+
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """Counts since the engine started, and what it holds now.
-
-    Attributes:
-      prompt_tokens: of each completion whose prompt is done, those found in the prefix cache too.
-    """
-
-    num_running: int
-    num_waiting: int
-    num_pages: int
-    num_free_pages: int
-    num_preemptions: int
-    prompt_tokens: int
-    generation_tokens: int
-    num_compilations_after_warmup: int
-    steps: int
-    finished: dict[str, int]
-    failed_steps: int = 0
-    prefix_cache_queries: int = 0
-    prefix_cache_hits: int = 0
-    num_drafts: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -98,10 +78,12 @@ class Engine:
         self.max_num_seqs = runner.config.max_num_seqs
         self._completions: dict[str, Completion] = {}
         self._sequences: dict[str, list[Sequence]] = {}
+        self._masks = StepMasks()
         self._pipeline = Pipeline(runner)
         self._is_filling = False  # whether the last step was dispatched
-        # Results not yet text, with how each ended its completion; and text not yet taken.
-        self._unread: list[tuple[PlannedRow, RowResult, FinishReason | None]] = []
+        # Results not yet text, with how each ended its completion and when it came; and text not
+        # yet taken.
+        self._unread: list[tuple[PlannedRow, RowResult, FinishReason | None, float]] = []
         self._deltas: list[OutputDelta] = []
         self._totals = _Totals()
 
@@ -129,6 +111,8 @@ class Engine:
         self._sequences[request.request_id] = [sequence for sequence, _ in made]
         for sequence, completion in made:
             self._completions[sequence.seq_id] = completion
+            if completion.matcher is not None:
+                self._masks.add(sequence.seq_id, completion.matcher)
             self.scheduler.add(sequence)
 
     def check(self, request: EngineRequest) -> None:
@@ -149,6 +133,7 @@ class Engine:
         for sequence in self._sequences.pop(request_id, []):
             completion = self._completions.pop(sequence.seq_id, None)
             if completion is not None:
+                self._masks.drop(sequence.seq_id)
                 self.scheduler.finish(sequence, "abort")
                 self._totals.finished["abort"] += 1
                 deltas.append(completion.ended("abort"))
@@ -196,7 +181,12 @@ class Engine:
             step = self._pipeline.collect(self._num_logprobs)
             if isinstance(step, FailedStep):
                 self._recover(step)
-                return
+            else:
+                self._take(step)
+
+    def _take(self, step: FinishedStep) -> None:
+        """Takes what a step sampled, and starts the step whose masks have waited for that."""
+        now = time.monotonic()
         by_id = {
             row.sequence.seq_id: result
             for row, result in zip(step.plan.rows, step.results, strict=True)
@@ -206,10 +196,20 @@ class Engine:
             {seq_id: result.token_ids for seq_id, result in by_id.items()},
             {seq_id for seq_id, result in by_id.items() if not result.finite},
         )
+        ended = self._masks.advance(updates)
+        for sequence in ended.complete:
+            self.scheduler.finish(sequence, "stop")
+            sequence.finish_reason = "stop"  # even if its length would have ended it here
+        failed = {sequence.seq_id for sequence, _ in ended.failed}
         self._unread += [
-            (update.planned, by_id[update.sequence.seq_id], update.sequence.finish_reason)
+            (update.planned, by_id[update.sequence.seq_id], update.sequence.finish_reason, now)
             for update in updates
+            if update.sequence.seq_id not in failed
         ]
+        self._end_failed(ended.failed)
+        held = self._pipeline.take_held()
+        if held is not None:
+            self._launch(held)
 
     def take_deltas(self) -> list[OutputDelta]:
         """Returns as text what ended steps have produced.
@@ -222,12 +222,12 @@ class Engine:
 
     def _read(self) -> None:
         unread, self._unread = self._unread, []
-        for row, result, finish_reason in unread:
+        for row, result, finish_reason, now in unread:
             completion = self._completions.get(row.sequence.seq_id)
             if completion is None:  # ended since
                 continue
             try:
-                delta = self._row_delta(row, result, finish_reason, completion)
+                delta = self._row_delta(row, result, finish_reason, completion, now)
             except Exception as error:
                 self._end(row.sequence, _fault(error, f"{row.sequence.seq_id}: no text"))
                 continue
@@ -262,11 +262,15 @@ class Engine:
 
     def _dispatch(self, plan: StepPlan) -> None:
         self._is_filling = True
+        now = time.monotonic()
         for sequence in plan.admitted:
+            completion = self._completions[sequence.seq_id]
+            if completion.began_at is None:
+                completion.began_at = now
             try:
                 self.runner.reset(
                     sequence.row,
-                    self._completions[sequence.seq_id].params,
+                    completion.params,
                     sequence.stop.stop_ids,
                     sequence.token_ids,
                     sequence.prompt_len,
@@ -279,10 +283,20 @@ class Engine:
                 plan.rows = [row for row in plan.rows if row.sequence is not sequence]
                 self._end(sequence, _fault(error, f"{sequence.seq_id} could not be admitted"))
         self._is_filling = bool(plan.rows)
-        if plan.rows:
-            wants_top = any(max(self._num_logprobs(row)) > 0 for row in plan.rows)
-            self._totals.steps += 1
-            self._pipeline.dispatch(plan, wants_top)
+        if self._masks.must_wait(plan):
+            self._pipeline.hold(plan)
+        elif plan.rows:
+            self._launch(plan)
+
+    def _launch(self, plan: StepPlan) -> None:
+        masks = None
+        if self._masks.are_needed(plan):
+            masks = self.runner.masks(plan)
+            # Those that fail stay in the step: what it samples of them is dropped.
+            self._end_failed(self._masks.fill(plan, masks))
+        wants_top = any(max(self._num_logprobs(row)) > 0 for row in plan.rows)
+        self._totals.steps += 1
+        self._pipeline.dispatch(plan, wants_top, masks)
 
     def _recover(self, step: FailedStep) -> None:
         """Starts over after a step that failed: the device state it was given is gone."""
@@ -298,6 +312,12 @@ class Engine:
         self.runner.rebuild()
         if culprit is not None:
             self._end(culprit, _fault(step.error, f"{culprit.seq_id} makes steps fail"))
+
+    def _end_failed(self, failed: Iterable[tuple[Sequence, Exception]]) -> None:
+        """Ends completions that their grammar can lead no further."""
+        for sequence, error in failed:
+            message = _fault(error, f"{sequence.seq_id} is led no further by its grammar")
+            self._end(sequence, str(error) if isinstance(error, GrammarFailure) else message)
 
     def _end(self, sequence: Sequence, message: str) -> None:
         """Ends one completion with an error, after the text it has so far."""
@@ -322,6 +342,7 @@ class Engine:
         result: RowResult,
         finish_reason: FinishReason | None,
         completion: Completion,
+        now: float,
     ) -> OutputDelta | None:
         sequence = row.sequence
         if result.prompt_logprobs:
@@ -337,10 +358,14 @@ class Engine:
             prompt_done = row.start + row.num_tokens >= sequence.prompt_len
             if prompt_done and not completion.has_prompt:
                 completion.has_prompt = True
+                completion.prompt_ended_at = now
                 self._totals.prompt_tokens += sequence.prompt_len
             delta = completion.delta(
                 result.token_ids, result.logprobs, finish_reason, sequence.stop_token, prompt_done
             )
+            if delta.finish_reason is not None:
+                delta.times = completion.times(now)
+                delta.hidden = result.hidden
         self._totals.generation_tokens += len(delta.token_ids)
         if delta.finish_reason is not None:
             self.scheduler.finish(sequence, delta.finish_reason)
@@ -349,6 +374,7 @@ class Engine:
 
     def _forget(self, sequence: Sequence, reason: str) -> None:
         completion = self._completions.pop(sequence.seq_id)
+        self._masks.drop(sequence.seq_id)
         self._totals.finished[reason] += 1
         siblings = self._sequences.get(completion.request_id, [])
         if not any(sibling.seq_id in self._completions for sibling in siblings):

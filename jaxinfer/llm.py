@@ -12,12 +12,14 @@ from dataclasses import fields, replace
 from numbers import Integral
 from typing import Any, cast
 
+import numpy as np
 from tqdm import tqdm
 
 from jaxinfer.async_engine import AsyncEngine
 from jaxinfer.config import EngineConfig
+from jaxinfer.embedding import normalized
 from jaxinfer.outputs import OutputDelta, RequestOutput, TokenLogprob
-from jaxinfer.request import EngineRequest
+from jaxinfer.request import EMBEDDING, EngineRequest
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.text.tokenizer import Tokenizer
 
@@ -98,7 +100,8 @@ class LLM:
         """
         batch = _as_batch(prompts)
         settings = self._settings(params, sampling, len(batch))
-        return self._run(batch, settings, "Generating" if progress else None)
+        requests = [self._request(*pair) for pair in zip(batch, settings, strict=True)]
+        return self._run(batch, requests, "Generating" if progress else None)
 
     def chat(
         self,
@@ -148,8 +151,40 @@ class LLM:
         """
         settings = SamplingParams(max_tokens=0, temperature=0.0, prompt_logprobs=top)
         batch = _as_batch(prompts)
-        outputs = self._run(batch, [settings] * len(batch), "Scoring" if progress else None)
+        requests = [self._request(prompt, settings) for prompt in batch]
+        outputs = self._run(batch, requests, "Scoring" if progress else None)
         return [output.prompt_logprobs or [None] for output in outputs]
+
+    def embed(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        *,
+        normalize: bool = True,
+        progress: bool = True,
+    ) -> np.ndarray:
+        """Returns float32 vectors [N, D] that stand for prompts, one row each, in order.
+
+        A row is the hidden state of the prompt's last token after the final norm.
+
+        Args:
+          prompts: one prompt or several; each is text or token ids.
+          normalize: scale each vector to length 1.
+          progress: show a bar with tokens per second.
+
+        Raises:
+          InvalidParameter: a prompt is empty or does not fit.
+          RuntimeError: a prompt failed; says which.
+          EngineDeadError: the model was closed.
+        """
+        batch = _as_batch(prompts)
+        requests = [self._request(prompt, EMBEDDING, embeds=True) for prompt in batch]
+        outputs = self._run(batch, requests, "Embedding" if progress else None)
+        rows = []
+        for index, output in enumerate(outputs):
+            if output.hidden is None:
+                raise RuntimeError(f"prompt {index} failed: {output.outputs[0].error}")
+            rows.append(normalized(output.hidden) if normalize else np.array(output.hidden))
+        return np.stack(rows) if rows else np.zeros((0, 0), np.float32)
 
     def _settings(
         self,
@@ -166,17 +201,18 @@ class LLM:
             raise ValueError(f"{len(given)} SamplingParams were given for {count} prompts")
         return [replace(one, **sampling) for one in given]
 
-    def _request(self, prompt: Prompt, params: SamplingParams) -> EngineRequest:
+    def _request(
+        self, prompt: Prompt, params: SamplingParams, *, embeds: bool = False
+    ) -> EngineRequest:
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        request = EngineRequest(f"llm-{next(self._ids)}", tuple(ids), params)
+        request = EngineRequest(f"llm-{next(self._ids)}", tuple(ids), params, embeds=embeds)
         self._engine.check(request)
         return request
 
     def _run(
-        self, prompts: Sequence[Prompt], settings: Sequence[SamplingParams], title: str | None
+        self, prompts: Sequence[Prompt], requests: Sequence[EngineRequest], title: str | None
     ) -> list[RequestOutput]:
         """Runs all prompts together, under a bar of that title; an interrupt aborts them."""
-        requests = [self._request(*pair) for pair in zip(prompts, settings, strict=True)]
         outputs = {
             request.request_id: RequestOutput.empty(
                 request.request_id,
@@ -193,12 +229,12 @@ class LLM:
         ):
             for delta in deltas:
                 outputs[delta.request_id].extend(delta)
-                bar.count(delta)
+                bar.count(delta, len(outputs[delta.request_id].prompt_token_ids))
         return list(outputs.values())
 
 
 class _ProgressBar:
-    """Completions done, and tokens per second so far: generated ones, or scored ones."""
+    """Completions done, and tokens per second so far: generated, scored or embedded ones."""
 
     def __init__(self, total: int, title: str | None) -> None:
         self._bar = tqdm(total=total, desc=title, disable=title is None)
@@ -211,9 +247,12 @@ class _ProgressBar:
     def __exit__(self, *exc_info: object) -> None:
         self._bar.close()
 
-    def count(self, delta: OutputDelta) -> None:
-        """Takes one delta into account."""
-        self._num_tokens += len(delta.token_ids) or len(delta.prompt_logprobs or ())
+    def count(self, delta: OutputDelta, prompt_len: int) -> None:
+        """Takes one delta of a prompt into account."""
+        if delta.hidden is None:
+            self._num_tokens += len(delta.token_ids) or len(delta.prompt_logprobs or ())
+        else:
+            self._num_tokens += prompt_len
         rate = self._num_tokens / (time.perf_counter() - self._began)
         self._bar.set_postfix_str(f"{rate:.1f} tok/s", refresh=False)
         self._bar.update(delta.finish_reason is not None)

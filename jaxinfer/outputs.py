@@ -5,6 +5,7 @@ A leaf: imports nothing of ours and no jax.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
@@ -20,11 +21,26 @@ class TokenLogprob:
       token_id: the token that was chosen, or the prompt token that was scored.
       logprob: its natural log-probability.
       top: (token id, log-probability), best first; as many as were asked for.
+      rank: how many tokens are more probable, plus 1; None if no alternatives were asked for.
     """
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    rank: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseTimes:
+    """How long the phases of one completion took, in seconds of a monotonic clock.
+
+    Attributes:
+      prompt: from when it began to run, after any wait, to the results of its prompt's last step.
+      completion: from there to the results of its own last step.
+    """
+
+    prompt: float = 0.0
+    completion: float = 0.0
 
 
 # Made for every row of every step: frozen, it would take three times as long.
@@ -44,6 +60,9 @@ class OutputDelta:
       num_cached_tokens: prompt tokens taken from the prefix cache; of index 0, whose siblings
         find what it has computed.
       error: what went wrong, with `finish_reason == "error"`.
+      times: on the last delta of a completion that came to its own end.
+      hidden: the final hidden state of the prompt's last token, on the last delta of a request
+        that `embeds`.
     """
 
     request_id: str
@@ -56,11 +75,13 @@ class OutputDelta:
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     num_cached_tokens: int = 0
     error: str | None = None
+    times: PhaseTimes | None = field(default=None, compare=False)
+    hidden: array[float] | None = None
 
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One completion of a prompt."""
+    """One completion of a prompt; `times` is None where it did not come to its own end."""
 
     index: int
     text: str = ""
@@ -69,6 +90,7 @@ class CompletionOutput:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     error: str | None = None
+    times: PhaseTimes | None = field(default=None, compare=False)
 
     def extend(self, delta: OutputDelta) -> None:
         """Appends a delta of the same completion."""
@@ -80,6 +102,7 @@ class CompletionOutput:
             self.finish_reason = delta.finish_reason
             self.stop_reason = delta.stop_reason
             self.error = delta.error
+            self.times = delta.times
 
 
 @dataclass(slots=True)
@@ -93,6 +116,7 @@ class RequestOutput:
       outputs: n completions, by index.
       prompt_logprobs: one entry per prompt token, entry 0 None, if asked for.
       num_cached_tokens: prompt tokens taken from the prefix cache.
+      hidden: the final hidden state of the prompt's last token, of a request that `embeds`.
     """
 
     request_id: str
@@ -101,6 +125,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     prompt_logprobs: list[TokenLogprob | None] | None = None
     num_cached_tokens: int = 0
+    hidden: array[float] | None = None
 
     @classmethod
     def empty(
@@ -114,6 +139,8 @@ class RequestOutput:
         """Adds one delta of this request."""
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs = list(delta.prompt_logprobs)
+        if delta.hidden is not None:
+            self.hidden = delta.hidden
         self.num_cached_tokens = max(self.num_cached_tokens, delta.num_cached_tokens)
         self.outputs[delta.index].extend(delta)
 

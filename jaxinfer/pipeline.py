@@ -1,10 +1,12 @@
-"""Dispatched steps until their results are read, and those that fail on the way."""
+"""Planned steps until their results are read, and those that fail on the way."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+
+import numpy as np
 
 from jaxinfer.runner.model_runner import ModelRunner, PendingStep
 from jaxinfer.runner.output_reader import RowResult
@@ -18,6 +20,13 @@ class FailedStep:
     plan: StepPlan
     error: Exception
     lost: tuple[StepPlan, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class HeldStep:
+    """A step that is planned, all but its masks: they depend on what the step before it samples."""
+
+    plan: StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +46,7 @@ class Pipeline:
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
-        self._steps: deque[PendingStep | FailedStep] = deque()
+        self._steps: deque[PendingStep | FailedStep | HeldStep] = deque()
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -47,12 +56,23 @@ class Pipeline:
         """Whether the newest step could not be dispatched, so that no other can be."""
         return bool(self._steps) and isinstance(self._steps[-1], FailedStep)
 
-    def dispatch(self, plan: StepPlan, wants_top: bool) -> None:
+    def dispatch(self, plan: StepPlan, wants_top: bool, masks: np.ndarray | None) -> None:
         """Starts a step."""
         try:
-            self._steps.append(self._runner.dispatch(plan, wants_top))
+            self._steps.append(self._runner.dispatch(plan, wants_top, masks))
         except Exception as error:
             self.fail(plan, error)
+
+    def hold(self, plan: StepPlan) -> None:
+        """Takes a step that is to be dispatched once the one before it has been collected."""
+        self._steps.append(HeldStep(plan))
+
+    def take_held(self) -> StepPlan | None:
+        """Returns the step that is held and forgets it, if no other is before it."""
+        if not (self._steps and isinstance(self._steps[0], HeldStep)):
+            return None
+        held = self._steps.popleft()
+        return held.plan
 
     def fail(self, plan: StepPlan, error: Exception) -> None:
         """Takes a step that cannot be started."""
@@ -63,6 +83,7 @@ class Pipeline:
     ) -> FinishedStep | FailedStep:
         """Waits for the oldest step; none is left in flight after one that failed."""
         oldest = self._steps.popleft()
+        assert not isinstance(oldest, HeldStep)
         if isinstance(oldest, PendingStep):
             try:
                 return FinishedStep(oldest.plan, self._runner.collect(oldest, num_logprobs))

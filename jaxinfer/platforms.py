@@ -11,6 +11,7 @@ import numpy as np
 from jaxinfer import cpu
 from jaxinfer.checkpoint.checkpoint import TensorInfo
 from jaxinfer.config import EngineConfig
+from jaxinfer.pool_size import promised_bytes, usable_part
 from jaxinfer.quantization import AUTO
 from jaxinfer.runner.kv_cache import available_memory
 from kernels.quantized_matmul import cpu as native_matmul
@@ -90,11 +91,12 @@ def dtypes(
 def free_bytes(devices: Sequence[jax.Device], utilization: float) -> int | None:
     """Returns what the fullest of some devices has left, of a CPU the machine; None if unknown."""
     if devices[0].platform == "cpu":
-        return available_memory()
+        return max(0, available_memory() - promised_bytes())
     left = []
     for device in devices:
         stats = device.memory_stats()
         if not stats or "bytes_limit" not in stats:
             return None
-        left.append(int(stats["bytes_limit"] * utilization) - stats["bytes_in_use"])
+        part = usable_part(utilization, device.platform)
+        left.append(int(stats["bytes_limit"] * part) - stats["bytes_in_use"])
     return max(0, min(left))

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from weakref import WeakSet
 
 import jax
 import numpy as np
 
 from jaxinfer import cpu
-from jaxinfer.config import ConfigError, EngineConfig
+from jaxinfer.checkpoint import CheckpointError, resolve_model
+from jaxinfer.config import XLA_FRACTION, ConfigError, EngineConfig
 from jaxinfer.nn.config import DecoderConfig, num_cache_kv_heads
 from jaxinfer.nn.decoder import CausalLM
 from jaxinfer.runner.buckets import Ladders
@@ -27,9 +30,49 @@ GRAIN = 256 * 2**20
 """Pools sized from free memory are multiples of this: a few bytes of difference between two runs
 must not change the programs' shapes, or the compilation cache would miss."""
 
+_XLA_DEFAULT = 0.75
+"""Part of a GPU's memory that XLA takes where nobody says otherwise."""
+
 MAX_BULK_STEPS, CPU_BULK_ROWS = 4, 2
 BULK_BYTES = 600 * 10**6
 """What a CPU reads of weights in about 20 ms, at 30 GB/s."""
+
+
+_pools: WeakSet[ModelRunner] = WeakSet()
+
+
+def promise_pool(runner: ModelRunner) -> None:
+    """Takes note of a pool whose memory a CPU gives only as it is used."""
+    if runner.platform == "cpu":
+        _pools.add(runner)
+
+
+def promised_bytes() -> int:
+    """Bytes that the pools of this process's models may take yet, or have taken already."""
+    return sum(pool.config.num_pages * pool.config.cache.page_bytes for pool in list(_pools))
+
+
+def leaving_room(config: EngineConfig, others: Sequence[EngineConfig]) -> EngineConfig:
+    """Returns a configuration whose pool leaves room for other models that are loaded later.
+
+    It keeps the bytes of their weights free as they are stored, and takes of the rest a part like
+    theirs. What the configuration itself says of either counts instead.
+    """
+    if not others or config.reserve_memory or config.kv_cache_share < 1:
+        return config
+    reserve = sum(_stored_bytes(other) for other in others)
+    return replace(config, reserve_memory=reserve, kv_cache_share=1 / (1 + len(others)))
+
+
+def _stored_bytes(config: EngineConfig) -> int:
+    """Bytes of a checkpoint's weights; 0 where there is none, which its own loading will say."""
+    try:
+        path = resolve_model(config.model, config.revision)
+    except CheckpointError as error:
+        logger.warning("no memory is kept for a model: %s", error)
+        return 0
+    files = path.glob("*.safetensors") if path.is_dir() else [path]
+    return sum(file.stat().st_size for file in files)
 
 
 def make_cache_spec(
@@ -160,20 +203,46 @@ def _free_bytes(
 ) -> int:
     """Bytes for the KV cache: on accelerators what weights and temporaries leave."""
     if runner.cache.platform == "cpu":
-        return cpu_pool_bytes(max(0, available_memory() - bytes_to_load(model)))
+        taken = promised_bytes() + bytes_to_load(model) + config.reserve_memory
+        return cpu_pool_bytes(int(max(0, available_memory() - taken) * config.kv_cache_share))
     device = model.context.mesh.devices.flat[0]
     stats: Mapping[str, int] | None = device.memory_stats()
     if not stats or "bytes_limit" not in stats:
         raise ConfigError(f"{device} does not tell its memory; give kv_cache_memory or num_pages")
-    temporaries = temporary_bytes(runner, model, watch)
-    left = bytes_left(stats, config.gpu_memory_utilization, temporaries)
-    return left * model.context.tensor_parallel
+    num_devices = model.context.tensor_parallel
+    taken = temporary_bytes(runner, model, watch) + config.reserve_memory // num_devices
+    part = usable_part(config.gpu_memory_utilization, device.platform)
+    left = bytes_left(stats, part, taken, config.kv_cache_share)
+    return left * num_devices
 
 
-def bytes_left(stats: Mapping[str, int], utilization: float, temporaries: int) -> int:
-    """Bytes of one device's memory that a pool may take, given what the device tells."""
-    usable = int(stats["bytes_limit"] * utilization) - stats["bytes_in_use"] - temporaries
-    return max(0, usable // GRAIN * GRAIN)
+def usable_part(utilization: float, platform: str) -> float:
+    """Returns the part of what a device calls its limit that may be used.
+
+    On a GPU that limit is itself a part of the memory: what XLA takes at once, of which a tenth is
+    left free, as blocks of many sizes do not fill it.
+
+    Args:
+      utilization: part of all memory that may be used.
+      platform: of the device.
+    """
+    if platform != "gpu":
+        return utilization
+    taken = float(os.environ.get(XLA_FRACTION, _XLA_DEFAULT))
+    return min(utilization / taken, max(0.9, utilization))
+
+
+def bytes_left(stats: Mapping[str, int], utilization: float, taken: int, share: float = 1.0) -> int:
+    """Bytes of one device's memory that a pool may take, given what the device tells.
+
+    Args:
+      stats: of the device.
+      utilization: part of its limit that may be used.
+      taken: bytes for others.
+      share: part of what is left for the pool.
+    """
+    usable = int(stats["bytes_limit"] * utilization) - stats["bytes_in_use"] - taken
+    return max(0, int(usable * share) // GRAIN * GRAIN)
 
 
 def temporary_bytes(runner: RunnerConfig, model: CausalLM, watch: CompileWatch) -> int:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
-from jaxinfer.outputs import FinishReason, OutputDelta, TokenLogprob
+import numpy as np
+
+from jaxinfer.outputs import FinishReason, OutputDelta, PhaseTimes, TokenLogprob
 from jaxinfer.sampling_params import SamplingParams
 
 
@@ -29,6 +31,9 @@ class EngineRequest:
       priority: lower runs first.
       arrival_time: monotonic seconds.
       cache_salt: cached prefixes are shared only with requests that have the same.
+      embeds: nothing is generated; the final hidden state of the prompt's last token is reported.
+        Its `params` are those of `EMBEDDING`.
+      compiled: what checking has made of the grammar, so that whoever takes the request need not.
     """
 
     request_id: str
@@ -37,6 +42,12 @@ class EngineRequest:
     priority: int = 0
     arrival_time: float = field(default_factory=time.monotonic)
     cache_salt: str | None = None
+    embeds: bool = False
+    compiled: list[Any] = field(default_factory=list, repr=False, compare=False)
+
+
+EMBEDDING = SamplingParams(max_tokens=0, temperature=0.0)
+"""The settings of a request that `embeds`."""
 
 
 @runtime_checkable
@@ -61,6 +72,21 @@ class StopStrings(Protocol):
         """Returns what was held back."""
 
 
+@runtime_checkable
+class TokenMatcher(Protocol):
+    """Says which tokens may come next, and when the text is complete."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing may follow."""
+
+    def advance(self, token_id: int) -> None:
+        """Takes the next token."""
+
+    def fill(self, mask: np.ndarray) -> None:
+        """Writes which tokens may come next, a bit for each."""
+
+
 @dataclass(slots=True)
 class Completion:
     """The text side of one completion, from sampled ids to the deltas a client sees."""
@@ -70,9 +96,12 @@ class Completion:
     params: SamplingParams
     text: TextStream
     stops: StopStrings
+    matcher: TokenMatcher | None = None
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     num_cached_tokens: int = 0
     has_prompt: bool = False  # it has begun to generate
+    began_at: float | None = None  # monotonic seconds
+    prompt_ended_at: float = 0.0
     reports_prompt: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -142,6 +171,11 @@ class Completion:
             num_cached_tokens=self.num_cached_tokens,
             error=error,
         )
+
+    def times(self, now: float) -> PhaseTimes:
+        """Returns what its phases took, of a completion whose prompt is done and that ends now."""
+        began_at = self.prompt_ended_at if self.began_at is None else self.began_at
+        return PhaseTimes(self.prompt_ended_at - began_at, now - self.prompt_ended_at)
 
     def _take_prompt_logprobs(self) -> tuple[TokenLogprob | None, ...] | None:
         if not self.reports_prompt:

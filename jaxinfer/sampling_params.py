@@ -1,7 +1,7 @@
 """How one request wants its tokens chosen and when it stops.
 
-A leaf: imports nothing of ours and no jax. Limits that need a model (context length, vocabulary)
-are checked by `validate_for`, which the server calls before a request is admitted.
+A leaf: imports no jax, and of ours only another. Limits that need a model (context length,
+vocabulary) are checked by `validate_for`, which the server calls before a request is admitted.
 """
 
 from __future__ import annotations
@@ -10,10 +10,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from jaxinfer.grammar import Grammar
+
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 300
 MAX_STOP_STRINGS = 16
 MAX_STOP_TOKEN_IDS = 12
+MAX_BAD_WORDS = 256
 MAX_N = 128
 GREEDY_TEMPERATURE = 1e-5
 """Temperatures up to this are greedy: dividing float32 logits by less can overflow."""
@@ -54,7 +57,12 @@ class SamplingParams:
       logprobs: report the chosen token's log-probability and this many alternatives, 0..20.
       prompt_logprobs: the same for every prompt token but the first.
       speculation: guess tokens ahead where the engine can; None leaves it to the engine. Penalties
-        exclude it: each token changes what may follow.
+        and a grammar exclude it: each token changes what may follow.
+      grammar: what the text must match. Until it does, an end-of-sequence id can only be sampled
+        where the grammar may end; `min_tokens` and `ignore_eos` yield where it must.
+      allowed_token_ids: the only ids that are sampled; end-of-sequence ids only if among them.
+      bad_words: words whose tokens are not sampled one after the other, with a space before the
+        first or without; other tokens may spell them.
 
     Raises:
       InvalidParameter: a value is outside its range.
@@ -80,11 +88,16 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     speculation: bool | None = None
+    grammar: Grammar | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
-        for name in ("stop", "stop_token_ids"):
+        if self.allowed_token_ids is not None:
+            object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
+        for name in ("stop", "stop_token_ids", "bad_words"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         if self.top_k == -1:
             object.__setattr__(self, "top_k", 0)
@@ -108,6 +121,9 @@ class SamplingParams:
         if self.speculation is not None and not isinstance(self.speculation, bool):
             message = f"speculation must be true or false, got {self.speculation!r}"
             raise InvalidParameter("speculation", message, "invalid_type")
+        if self.grammar is not None and not isinstance(self.grammar, Grammar):
+            message = f"grammar must be a Grammar, got a {type(self.grammar).__name__}"
+            raise InvalidParameter("grammar", message, "invalid_type")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidParameter(
                 "min_tokens",
@@ -137,6 +153,20 @@ class SamplingParams:
             )
         for token_id in self.stop_token_ids:
             _integer("stop_token_ids", token_id, 0, 2**31 - 1)
+        if self.allowed_token_ids == ():
+            message = "allowed_token_ids must name at least one id; leave it out to allow all"
+            raise InvalidParameter("allowed_token_ids", message, "empty_array")
+        for token_id in self.allowed_token_ids or ():
+            _integer("allowed_token_ids", token_id, 0, 2**31 - 1)
+        if len(self.bad_words) > MAX_BAD_WORDS:
+            raise InvalidParameter(
+                "bad_words",
+                f"bad_words takes at most {MAX_BAD_WORDS} words, got {len(self.bad_words)}",
+                "array_above_max_length",
+            )
+        for word in self.bad_words:
+            if not isinstance(word, str) or not word:
+                raise InvalidParameter("bad_words", f"bad_words takes words, got {word!r}")
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
             raise InvalidParameter(
                 "logit_bias",
@@ -167,8 +197,8 @@ class SamplingParams:
         Raises:
           InvalidParameter: a token id is not below `vocab_size`.
         """
-        for name in ("logit_bias", "stop_token_ids"):
-            for token_id in getattr(self, name):
+        for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
+            for token_id in getattr(self, name) or ():
                 if token_id >= vocab_size:
                     raise InvalidParameter(
                         name,

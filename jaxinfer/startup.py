@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from jaxinfer import cpu
 from jaxinfer.checkpoint import Checkpoint, open_checkpoint, resolve_model
+from jaxinfer.checkpoint.default_model import FILE_NAME as DEFAULT_FILE
 from jaxinfer.chunk_sizes import chunk_tokens, prefill_chunk, prefill_pace
 from jaxinfer.collection import paused_collection
 from jaxinfer.compilation_cache import program_store, set_compilation_cache
@@ -25,7 +26,13 @@ from jaxinfer.engine import Engine
 from jaxinfer.model_loading import context_length, prepare_model
 from jaxinfer.nn.config import KVGroup
 from jaxinfer.nn.decoder import CausalLM
-from jaxinfer.pool_size import decode_steps, make_cache_spec, token_budget, with_pool
+from jaxinfer.pool_size import (
+    decode_steps,
+    make_cache_spec,
+    promise_pool,
+    token_budget,
+    with_pool,
+)
 from jaxinfer.runner import host_memory
 from jaxinfer.runner.buckets import VERIFY_TOKENS
 from jaxinfer.runner.compile_watch import CompileWatch
@@ -84,6 +91,12 @@ def load_engine(config: EngineConfig, progress: bool = True) -> LoadedEngine:
     chat_template = ChatTemplate.from_tokenizer(tokenizer, config.chat_template)
     if chat_template.unavailable is not None:
         logger.warning("chats will be refused: %s", chat_template.unavailable)
+    if config.gpu_layers is not None:
+        logger.warning(
+            "gpu_layers %d has no effect: all layers run on one platform; --quant, "
+            "--kv-cache-dtype int8 and --max-model-len take less of its memory",
+            config.gpu_layers,
+        )
     set_compilation_cache(config.compilation_cache_dir)
     prepared = prepare_model(config, checkpoint, progress)
     engine = assemble_engine(
@@ -169,6 +182,7 @@ def assemble_engine(
     # Models pad their embeddings: ids without a token are never sampled.
     vocab_size = min(model.config.vocab_size, tokenizer.vocab_size)
     runner = _make_runner(config, model, len(groups), vocab_size, watch)
+    promise_pool(runner)
     limits = _limits(config, runner, model)
     bar = partial(tqdm, desc="Compiling", unit="program", disable=not progress)
     if fill is None:
@@ -256,6 +270,11 @@ def _limits(config: EngineConfig, runner: ModelRunner, model: CausalLM) -> Sched
         max_tokens_with_drafts=VERIFY_TOKENS[runner.platform],
         chunk_tokens=chunk_tokens(config, budget, runner.config.cache.page_size),
     )
+
+
+def expected_name(model: str | None) -> str:
+    """Returns what a model will be called when no other name is given, without looking at it."""
+    return _model_name(model, Path(DEFAULT_FILE if model is None else model).expanduser())
 
 
 def _model_name(model: str | None, path: Path) -> str:

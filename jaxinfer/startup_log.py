@@ -100,7 +100,7 @@ def _prompts(limits: SchedulerLimits) -> str:
         most = limits.max_prefill_chunk_tokens
         if limits.prefill_pace is None:
             return f"{most} prompt tokens beside decodes"
-        beside_one = round(limits.prefill_pace.of_step(1))
+        beside_one = min(most, round(limits.prefill_pace.of_step(1)))
         return f"{beside_one} to {most} prompt tokens beside decodes, the fewer the longer it is"
     size = limits.chunk_tokens
     return f"deterministic: prompts cut at multiples of {size}, no decodes beside them"

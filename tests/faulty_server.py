@@ -14,14 +14,14 @@ def load_engine(config):
     runner = loaded.engine.runner
     dispatch, steps = runner.dispatch, iter(range(10_000))
 
-    def faulty(plan, wants_top):
+    def faulty(*step):
         if next(steps) == 9:
             if "hang" in sys.argv:
                 time.sleep(3600)
             for leaf in jax.tree.leaves(runner._state):
                 leaf.delete()
             raise ArithmeticError("injected")
-        return dispatch(plan, wants_top)
+        return dispatch(*step)
 
     def no_room():
         raise MemoryError("no room for the pool")

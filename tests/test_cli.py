@@ -55,6 +55,10 @@ def test_aliases(configs):
     assert (engine.model, server.port, engine.max_model_len) == ("m", 1, 64)
     assert (engine.max_num_seqs, engine.kv_cache_memory) == (2, 2**20)
     assert engine.chat_template == "mistral"
+    _, engine, server = configs("--memory-fraction", "0.5", "--n-gpu-layers", "9", "--metrics-port")
+    assert (engine.gpu_memory_utilization, engine.gpu_layers) == (0.5, 9)
+    assert server.metrics_port == 8081
+    assert configs("--metrics-port", "9000")[2].metrics_port == 9000
 
 
 @pytest.mark.parametrize("flag", ["-c", "--config"])
@@ -77,7 +81,8 @@ def test_keys_come_from_flags_or_the_environment(configs, monkeypatch):
         (["--max-num-seqs", "0"], "max_num_seqs must be at least 1 (got 0)"),
         (["--api-key", ""], "api_key must not be empty"),
         (["--config", "none.toml"], "none.toml"),
-        (["--config-path", "models.json"], "start one server per model"),
+        (["--metrics-port", "8080"], "metrics_port must be another than port"),
+        (["--allowed-origins", "example.org"], "allowed_origins must be scheme://host[:port]"),
     ],
 )
 def test_refused_settings_are_exit_2_and_one_sentence(configs, capsys, flags, message):

@@ -74,6 +74,16 @@ REFUSED = [
     (ServerConfig, {"max_n": 129}),
     (ServerConfig, {"generation_config": "maybe"}),
     (ServerConfig, {"log_level": "loud"}),
+    (ServerConfig, {"log_format": "xml"}),
+    (ServerConfig, {"metrics_port": 65536}),
+    (ServerConfig, {"metrics_port": 8080}),
+    (ServerConfig, {"ssl_keyfile": "key.pem"}),
+    (ServerConfig, {"allowed_origins": ("example.org",)}),
+    (ServerConfig, {"allowed_origins": ("https://example.org/path",)}),
+    (EngineConfig, {"kv_cache_share": 0.0}),
+    (EngineConfig, {"kv_cache_share": 1.5}),
+    (EngineConfig, {"reserve_memory": -1}),
+    (EngineConfig, {"max_queued_tokens": 0}),
 ]
 
 
@@ -146,6 +156,9 @@ def test_flags_are_keys_in_either_spelling(tmp_path):
     engine, server = load_toml(write(tmp_path, text))
     assert (engine.max_num_seqs, engine.kv_cache_memory) == (4, 2**20)
     assert server.request_timeout == 5.0
+    text = "[engine]\nmemory_fraction = 0.5\nmax-batch-size = 4"
+    engine, _ = load_toml(write(tmp_path, text))
+    assert (engine.gpu_memory_utilization, engine.max_num_seqs) == (0.5, 4)
 
 
 @pytest.mark.parametrize(

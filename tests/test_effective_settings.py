@@ -17,6 +17,7 @@ from jaxinfer.effective_settings import one_line, shown
 from jaxinfer.model_loading import PreparedModel
 from jaxinfer.runner.model_runner import ModelRunner
 from jaxinfer.server.metrics import Metrics
+from jaxinfer.server.served_model import Models, ServedModel
 from jaxinfer.testing import byte_tokenizer
 
 # Where nothing is asked for. What a page takes: 2 layers, K and V, 2 heads of 16 float32.
@@ -99,7 +100,7 @@ def scraped(loaded, config):
     """The settings in /metrics of a server around an engine."""
     engine = AsyncEngine.from_loaded(loaded)
     try:
-        text = Metrics(engine, shown(config)).render().decode()
+        text = Metrics(Models([ServedModel(engine)]), shown(config)).render().decode()
     finally:
         engine.close()
     [family] = [
@@ -109,6 +110,7 @@ def scraped(loaded, config):
     ]
     [sample] = family.samples
     assert sample.value == 1
+    assert sample.labels.pop("model_name") == loaded.model_name
     return sample.labels
 
 

@@ -6,9 +6,11 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tiny_engine import CONTEXT, build, empty, shared
 
@@ -121,6 +123,65 @@ def test_score_is_the_prompts_log_probabilities(llm):
         assert [token.token_id for token in row[1:]] == ids[1:]
         assert all(token.logprob < 0 and len(token.top) == 2 for token in row[1:])
     assert llm.score([7]) == [[None]]
+
+
+def test_embeddings_are_rows_of_length_one(llm):
+    prompts = ["abc", [5, 6], "abc", "x" * CONTEXT]
+    vectors = llm.embed(prompts)
+    assert vectors.shape == (4, 64)
+    assert vectors.dtype == np.float32
+    np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1.0, atol=1e-6)
+    np.testing.assert_allclose(vectors[0], vectors[2], atol=1e-5)
+    assert vectors[0] @ vectors[1] < 0.999
+    states = llm.embed(prompts, normalize=False)
+    assert states.dtype == np.float32
+    lengths = np.linalg.norm(states, axis=1, keepdims=True)
+    np.testing.assert_allclose(states / lengths, vectors, atol=1e-5)
+    np.testing.assert_allclose(llm.embed("abc"), vectors[:1], atol=1e-5)
+    assert llm.embed([]).shape == (0, 0)
+
+
+def test_what_cannot_be_embedded_says_so(llm, monkeypatch):
+    for prompts in (["a", ""], "x" * (CONTEXT + 1), [[999]]):
+        with pytest.raises(InvalidParameter):
+            llm.embed(prompts)
+    collect = llm.engine.loaded.engine.runner.collect
+
+    def broken(*args):
+        results = collect(*args)
+        for result in results:
+            result.finite = False
+        return results
+
+    monkeypatch.setattr(llm.engine.loaded.engine.runner, "collect", broken)
+    with pytest.raises(RuntimeError, match="prompt 0 failed: the model's output is not finite"):
+        llm.embed("a")
+
+
+def test_embedding_has_a_bar_of_its_own(llm, capsys):
+    llm.embed(["abc", "abcd"])
+    printed = capsys.readouterr().err
+    assert "Embedding: 100%" in printed
+    assert "2/2" in printed
+    assert " 0.0 tok/s" not in printed.splitlines()[-1]
+
+
+def test_times_of_a_completion(llm):
+    """They are those of this completion alone, and waiting for room is in none of them."""
+    began = time.perf_counter()
+    outputs = llm.generate(["a" * 20] * 9, max_tokens=9, **GREEDY)
+    elapsed = time.perf_counter() - began
+    for output in outputs:
+        times = output.outputs[0].times
+        assert times.prompt > 0
+        assert times.completion > 0
+    # Four run at a time, so that nine take three times as long as one.
+    longest = max(
+        output.outputs[0].times.prompt + output.outputs[0].times.completion for output in outputs
+    )
+    assert longest < elapsed / 1.5
+    (single,) = llm.generate("abc", max_tokens=1, **GREEDY)
+    assert single.outputs[0].times.completion == 0.0
 
 
 def test_stream_is_generate(llm):

@@ -62,6 +62,7 @@ class TestPoolSize:
         model, _ = tiny_model()
         config = EngineConfig(max_num_seqs=10**6)
         monkeypatch.setattr(pool_size, "available_memory", lambda: 10**6)
+        monkeypatch.setattr(pool_size, "_pools", set())
         filled = pool_size.with_pool(config, runner, model, CompileWatch())
         assert (filled.num_pages - 1) * runner.cache.page_bytes <= 10**6 // 4
         monkeypatch.setattr(pool_size, "bytes_to_load", lambda _: 600_000)

@@ -12,6 +12,10 @@ import pytest
 from kernels import native_build
 
 ROOT = Path(__file__).parents[1]
+PATTERNS = (
+    *("*.py", "py.typed", "*.jinja", "*.json", "*.txt", "*.cc", "*.h"),
+    *("*.html", "*.css", "*.js", "*.svg"),
+)
 SOURCES = ("pyproject.toml", "README.md", "LICENSE", "jaxinfer", "kernels")
 MIN_SETUPTOOLS = 77  # for the licence's SPDX name; as in [build-system]
 
@@ -67,7 +71,7 @@ def test_the_wheel_holds_the_packages(wheel):
     expected = {
         str(path.relative_to(ROOT))
         for package in ("jaxinfer", "kernels")
-        for pattern in ("*.py", "py.typed", "*.jinja", "*.json", "*.txt", "*.cc", "*.h")
+        for pattern in PATTERNS
         for path in (ROOT / package).rglob(pattern)
     }
     assert "jaxinfer/text/templates/chatml.jinja" in expected

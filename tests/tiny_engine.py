@@ -50,17 +50,18 @@ def _tiny_model(model_type, tensor_parallel, context_changes, changes):
     return model, module.kv_groups(config)
 
 
-def build():
-    """A LoadedEngine of its own; takes a second or two."""
+def build(**changes):
+    """A LoadedEngine of its own, with some settings; takes a second or two."""
     model, groups = tiny_model()
-    config = EngineConfig(
-        exact=True,
-        max_num_seqs=MAX_NUM_SEQS,
-        max_num_batched_tokens=32,
-        page_size=4,
-        num_pages=MAX_NUM_SEQS * CONTEXT // 4,
-        max_queued_requests=MAX_OPEN,
-    )
+    settings = {
+        "exact": True,
+        "max_num_seqs": MAX_NUM_SEQS,
+        "max_num_batched_tokens": 32,
+        "page_size": 4,
+        "num_pages": MAX_NUM_SEQS * CONTEXT // 4,
+        "max_queued_requests": MAX_OPEN,
+    }
+    config = EngineConfig(**{**settings, **changes})
     tokenizer = byte_tokenizer(TEMPLATE)
     return LoadedEngine(
         engine=assemble_engine(config, model, groups, tokenizer, frozenset({EOS})),

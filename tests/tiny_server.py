@@ -5,7 +5,7 @@ import contextlib
 
 from aiohttp import web
 from serve_process import ServeProcess
-from tiny_engine import empty, shared
+from tiny_engine import MAX_OPEN, empty, shared
 
 from jaxinfer.async_engine import AsyncEngine
 from jaxinfer.config import EngineConfig, ServerConfig
@@ -24,7 +24,7 @@ async def tiny_server(monkeypatch, **settings):
     """Yields a TinyServer that is ready; nothing of its engine may be in use afterwards."""
     loaded = shared()
     monkeypatch.setattr("jaxinfer.async_engine.load_engine", lambda config: loaded)
-    engine = AsyncEngine(EngineConfig())
+    engine = AsyncEngine(EngineConfig(max_queued_requests=MAX_OPEN))
     app = make_app(engine, ServerConfig(**settings))
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
     await runner.setup()

@@ -37,7 +37,7 @@ def resolve_model(model: str | None, revision: str | None = None) -> Path:
     Raises:
       CheckpointError: there is no such model, or it cannot be fetched; one sentence with a way out.
     """
-    if model is not None and not _is_local(model):
+    if model is not None and not is_local(model):
         return _download(model, revision)
     if revision is not None:
         raise CheckpointError(f"revision {revision!r} applies to a hub id, and {model!r} is none")
@@ -54,8 +54,12 @@ def resolve_model(model: str | None, revision: str | None = None) -> Path:
     )
 
 
-def _is_local(model: str) -> bool:
-    """Tells a path from a hub id; raises CheckpointError for what is neither."""
+def is_local(model: str) -> bool:
+    """Tells a path from a hub id.
+
+    Raises:
+      CheckpointError: it is neither: nothing is there, and no hub id looks like it.
+    """
     try:
         if model and Path(model).expanduser().exists():
             return True

@@ -26,13 +26,14 @@ class StepBuffer:
         self._slots = np.arange(layout.size, dtype=np.int32)  # logit rows by number
         self._turn = 0
 
-    def fill_decode(self, plan: StepPlan, wants_top: bool) -> np.ndarray:
+    def fill_decode(self, plan: StepPlan, wants_top: bool, has_masks: bool = False) -> np.ndarray:
         """Returns the packed fields of a decode step."""
         fields = self._next()
         rows, num_seqs = plan.rows, len(plan.rows)
         fields["num_seqs"][...] = num_seqs
         fields["num_steps"][...] = max(row.num_tokens for row in rows)
         fields["wants_top"][...] = wants_top
+        fields["has_masks"][...] = has_masks
         fields["rows"][:] = self._dummy_row
         fields["rows"][:num_seqs] = [row.row for row in rows]
         fields["kv_lens"][:] = 0
@@ -42,7 +43,7 @@ class StepBuffer:
         self._fill_page_updates(fields, plan)
         return self._buffers[self._turn]
 
-    def fill_ragged(self, plan: StepPlan, wants_top: bool) -> np.ndarray:
+    def fill_ragged(self, plan: StepPlan, wants_top: bool, has_masks: bool = False) -> np.ndarray:
         """Returns the packed fields of a step with prompt tokens or drafts."""
         fields = self._next()
         rows, num_seqs = plan.rows, len(plan.rows)
@@ -51,6 +52,8 @@ class StepBuffer:
         fields["num_decodes"][...] = plan.num_decodes
         fields["num_seqs"][...] = num_seqs
         fields["wants_top"][...] = wants_top
+        fields["wants_hidden"][...] = plan.embeds
+        fields["has_masks"][...] = has_masks
         fields["rows"][:] = self._dummy_row
         fields["rows"][:num_seqs] = [row.row for row in rows]
         fields["kv_lens"][:] = 0

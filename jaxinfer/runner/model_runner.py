@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -21,6 +21,7 @@ from jaxinfer.runner.buckets import Ladders, make_ladders
 from jaxinfer.runner.compile_watch import CompileWatch
 from jaxinfer.runner.device_state import StateSpec
 from jaxinfer.runner.inputs import StepBuffer, logit_rows
+from jaxinfer.runner.masks import MaskBuffers
 from jaxinfer.runner.output_reader import Entry, OutputReader, RowResult
 from jaxinfer.runner.program_store import ProgramStore
 from jaxinfer.runner.programs import DeviceState, ModelPrograms, StepOutput
@@ -31,7 +32,7 @@ from jaxinfer.runner.row_state import (
     reset_row,
 )
 from jaxinfer.runner.runner_config import RunnerConfig
-from jaxinfer.runner.step_layout import StepLayout, decode_layout, ragged_layout
+from jaxinfer.runner.step_programs import StepProgram, step_programs
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.scheduler.plan import PlannedRow, StepPlan
 
@@ -99,11 +100,13 @@ class ModelRunner:
         def merge(params: tuple[jax.Array, ...]) -> Any:
             return nnx.merge(graphdef, jax.tree.unflatten(treedef, params))
 
-        self._programs = ModelPrograms(
+        programs = ModelPrograms(
             merge, config.cache.page_size, LOGIT_BLOCK[self.platform], vocab_size
         )
+        self._programs = step_programs(config, self.ladders, programs)
         self._executables: dict[tuple[str, int], Compiled] = {}
         self._buffers: dict[tuple[str, int], StepBuffer] = {}
+        self._masks = MaskBuffers(config.max_num_seqs, vocab_size, self._spec.replicated)
         self._state: DeviceState
         self._state_lock = threading.Lock()  # programs are first run by several threads
 
@@ -146,15 +149,15 @@ class ModelRunner:
         with ThreadPoolExecutor(COMPILE_THREADS[self.platform]) as pool:
             built = []
             # The longest first, so that nothing long is left for the end.
-            for kind, rung, layout, body in reversed(self._program_table()):
+            for (kind, rung), program in reversed(self._programs.items()):
                 self._buffers[kind, rung] = StepBuffer(
-                    layout, self.config.max_num_seqs, state.page_table.shape
+                    program.layout, self.config.max_num_seqs, state.page_table.shape
                 )
                 found = None if store is None else store.load(f"{kind}-{rung}")
-                made = self._lower(layout, body) if found is None else found
+                made = self.lower(kind, rung) if found is None else found
                 built.append(pool.submit(self._build, (kind, rung), made, run, store))
-            for program in progress(built):
-                program.result()
+            for one in progress(built):
+                one.result()
         host_memory.forget_compiler()
         if run:
             self.reset(0, SamplingParams(), frozenset(), [], 0)
@@ -173,14 +176,14 @@ class ModelRunner:
         Raises:
           KeyError: there is no such program.
         """
-        table = {(k, r): (layout, body) for k, r, layout, body in self._program_table()}
-        return self._lower(*table[kind, rung])
-
-    def _lower(self, layout: StepLayout, body: Callable[..., Any]) -> Lowered:
+        program = self._programs[kind, rung]
+        size = (program.layout.size,)
+        inputs = [jax.ShapeDtypeStruct(size, np.int32, sharding=self._spec.replicated)]
+        if program.num_masks is not None:
+            inputs.append(self._masks.abstract(program.num_masks))
         params = tuple(jax.tree.leaves(self._expected))
-        packed = jax.ShapeDtypeStruct((layout.size,), np.int32, sharding=self._spec.replicated)
-        program = jax.jit(body, donate_argnums=1, out_shardings=(None, self._spec.shardings))
-        return program.lower(params, self._spec.abstract, packed)
+        traced = jax.jit(program.body, donate_argnums=1, out_shardings=(None, self._spec.shardings))
+        return traced.lower(params, self._spec.abstract, *inputs)
 
     def _build(
         self,
@@ -236,7 +239,7 @@ class ModelRunner:
         """Runs a program on no rows, which changes nothing."""
         packed = self._buffers[kind, rung].fill_empty()
         with self._state_lock:
-            _, self._state = self._executables[kind, rung](self._params, self._state, packed)
+            self._run(self._programs[kind, rung], packed)
 
     def reset_device(self) -> None:
         """Gives the device a fresh KV pool and row state; every row must be reset afterwards.
@@ -284,25 +287,6 @@ class ModelRunner:
         """Optimized HLO of one program."""
         return self._executables[kind, rung].as_text() or ""
 
-    def _program_table(self) -> list[tuple[str, int, StepLayout, Callable[..., Any]]]:
-        """(kind, rung, layout, body) of every step program."""
-        config, programs = self.config, self._programs
-        page_size, num_groups = config.cache.page_size, config.num_groups
-        table: list[tuple[str, int, StepLayout, Callable[..., Any]]] = []
-        for rung in self.ladders.decode:
-            layout = decode_layout(rung, num_groups, page_size, 1)
-            table.append(("decode", rung, layout, partial(programs.decode, layout)))
-        for rung in self.ladders.bulk:
-            layout = decode_layout(rung, num_groups, page_size, config.decode_steps)
-            body = partial(programs.decode_bulk, layout, config.decode_steps)
-            table.append(("decode_k", rung, layout, body))
-        for rung in self.ladders.tokens:
-            layout = ragged_layout(
-                rung, config.max_num_seqs, num_groups, page_size, programs.logit_block
-            )
-            table.append(("ragged", rung, layout, partial(programs.ragged, layout)))
-        return table
-
     # Steps.
 
     def reset(
@@ -339,20 +323,51 @@ class ModelRunner:
             row, params, stop_ids, token_ids, prompt_len, max_model_len, vocab_size
         )
 
-    def dispatch(self, plan: StepPlan, wants_top: bool) -> PendingStep:
-        """Starts a step; returns before the device has finished it."""
-        if plan.is_decode_only:
-            kind = "decode_k" if plan.num_steps > 1 else "decode"
-            rung = self.ladders.decode_rung(len(plan.rows))
-            packed = self._buffers[kind, rung].fill_decode(plan, wants_top)
-        else:
-            kind, rung = "ragged", self.ladders.token_rung(plan.num_queries)
-            packed = self._buffers[kind, rung].fill_ragged(plan, wants_top)
-        # Uploaded by the call itself, which takes a third of the time of a `device_put`.
-        output, self._state = self._executables[kind, rung](self._params, self._state, packed)
+    def masks(self, plan: StepPlan) -> np.ndarray:
+        """Returns masks for `dispatch`, which allow everything.
+
+        Those of the plan's rows come first: bit i of word w is token 32·w + i.
+        """
+        num_masks = self._program_of(plan).num_masks
+        assert num_masks is not None
+        return self._masks.next(num_masks)
+
+    def dispatch(
+        self, plan: StepPlan, wants_top: bool, masks: np.ndarray | None = None
+    ) -> PendingStep:
+        """Starts a step; returns before the device has finished it.
+
+        Args:
+          plan: of one decode step, where there are masks.
+          wants_top: the best tokens are to be reported.
+          masks: as `masks` returned them, filled; None where nothing is banned.
+        """
+        program = self._program_of(plan)
+        buffer = self._buffers[program.kind, program.rung]
+        fill = buffer.fill_ragged if program.kind == "ragged" else buffer.fill_decode
+        output = self._run(program, fill(plan, wants_top, masks is not None), masks)
+        if output.hidden is not None and not plan.embeds:
+            output = replace(output, hidden=None)
         if self.platform != "cpu":
             jax.tree.map(lambda leaf: leaf.copy_to_host_async(), output)
         return PendingStep(plan, output)
+
+    def _program_of(self, plan: StepPlan) -> StepProgram:
+        if not plan.is_decode_only:
+            return self._programs["ragged", self.ladders.token_rung(plan.num_queries)]
+        kind = "decode_k" if plan.num_steps > 1 else "decode"
+        return self._programs[kind, self.ladders.decode_rung(len(plan.rows))]
+
+    def _run(
+        self, program: StepProgram, packed: np.ndarray, masks: np.ndarray | None = None
+    ) -> StepOutput:
+        inputs: list[Any] = [packed]
+        if program.num_masks is not None:
+            inputs.append(self._masks.none(program.num_masks) if masks is None else masks)
+        # Uploaded by the call itself, which takes a third of the time of a `device_put`.
+        compiled = self._executables[program.kind, program.rung]
+        output, self._state = compiled(self._params, self._state, *inputs)
+        return output
 
     def collect(
         self, pending: PendingStep, num_logprobs: Callable[[PlannedRow], tuple[int, int]]
@@ -372,7 +387,11 @@ class ModelRunner:
                 wanted = logit_rows(row)
                 entries = [((slot + i,), target) for i, (_, target) in enumerate(wanted)]
                 slot += len(wanted)
-            results.append(reader.row(entries, *num_logprobs(row)))
+            result = reader.row(entries, *num_logprobs(row))
+            if row.embeds:
+                result.hidden = reader.hidden(index)
+                result.finite &= all(map(math.isfinite, result.hidden))
+            results.append(result)
         return results
 
 

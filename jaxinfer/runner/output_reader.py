@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,13 +21,15 @@ class RowResult:
       token_ids: sampled ids, oldest first.
       logprobs: one per sampled id, if asked for.
       prompt_logprobs: one per scored prompt position, in order.
-      finite: false if the model's logits were not.
+      finite: false if the model's logits, or its hidden state, were not.
+      hidden: the final hidden state of the row's last token, if asked for.
     """
 
     token_ids: list[int]
     logprobs: list[TokenLogprob] | None
     prompt_logprobs: list[TokenLogprob]
     finite: bool
+    hidden: array[float] | None = None
 
 
 Entry = tuple[tuple[int, ...], int]
@@ -40,7 +43,8 @@ class OutputReader:
         self._output = output
         # Lists: to take one number out of an array takes ten times as long.
         self._token: list[Any] = np.asarray(output.token).tolist()
-        self._logprobs: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
+        self._logprobs: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray] | None = None
+        self._hidden: np.ndarray | None = None
 
     def row(
         self,
@@ -67,6 +71,12 @@ class OutputReader:
                 logprobs.append(self._logprob(where, num_output_logprobs))
         return RowResult(tokens, logprobs if num_output_logprobs >= 0 else None, scored, finite)
 
+    def hidden(self, index: int) -> array[float]:
+        """Returns the hidden state of the row planned as number `index`."""
+        if self._hidden is None:
+            self._hidden = np.asarray(self._output.hidden)
+        return array("f", self._hidden[index].tobytes())
+
     def _token_at(self, where: tuple[int, ...]) -> int:
         token: Any = self._token
         for index in where:
@@ -80,9 +90,12 @@ class OutputReader:
                 np.asarray(output.logprob),
                 np.asarray(output.top_ids),
                 np.asarray(output.top_logprobs),
+                np.asarray(output.rank),
             )
-        logprob, top_ids, top_logprobs = self._logprobs
+        logprob, top_ids, top_logprobs, rank = self._logprobs
         top = zip(
             top_ids[where][:count].tolist(), top_logprobs[where][:count].tolist(), strict=True
         )
-        return TokenLogprob(self._token_at(where), float(logprob[where]), tuple(top))
+        # Where others of the step have asked for alternatives there is one, too.
+        known = int(rank[where]) if count else None
+        return TokenLogprob(self._token_at(where), float(logprob[where]), tuple(top), known)

@@ -12,11 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
 
 from jaxinfer.runner import row_state as columns
 from jaxinfer.runner.row_state import Leaf, RowState
-from jaxinfer.runner.sampling import Sampled, sample
+from jaxinfer.runner.sampling import Sampled, TokenMasks, sample
 from jaxinfer.runner.step_layout import StepLayout
 from kernels.paged_attention import AttentionMetadata
 
@@ -50,20 +50,24 @@ class StepOutput:
     Attributes:
       token: the id that was sampled or scored; NOT_FINITE where the logits were not, and
         NOT_EMITTED where there was nothing to sample. One array: each read costs the host 50 us.
-      logprob, top_ids, top_logprobs: as `Sampled` has them.
+      logprob, top_ids, top_logprobs, rank: as `Sampled` has them.
+      hidden: per row of a ragged step, the final hidden state of its last token, zeros unless some
+        row wants it; None where the host is not to read it.
     """
 
     token: Leaf  # int32
     logprob: Leaf  # float32
     top_ids: Leaf  # int32
     top_logprobs: Leaf  # float32
+    rank: Leaf  # int32
+    hidden: Leaf | None = None  # float32 [R - 1, D]
 
     @classmethod
     def of(cls, sampled: Sampled, emitted: Bool[Array, " Q"]) -> StepOutput:
         """Marks the tokens that are none."""
         token = jnp.where(sampled.finite, sampled.token, NOT_FINITE)
         token = jnp.where(emitted, token, NOT_EMITTED)
-        return cls(token, sampled.logprob, sampled.top_ids, sampled.top_logprobs)
+        return cls(token, sampled.logprob, sampled.top_ids, sampled.top_logprobs, sampled.rank)
 
 
 @dataclass(frozen=True)
@@ -83,12 +87,19 @@ class ModelPrograms:
     vocab_size: int
 
     def decode(
-        self, layout: StepLayout, params: Params, state: DeviceState, packed: Int32[Array, " size"]
+        self,
+        layout: StepLayout,
+        params: Params,
+        state: DeviceState,
+        packed: Int32[Array, " size"],
+        masks: UInt32[Array, "B W"],
     ) -> tuple[StepOutput, DeviceState]:
-        """One token for each row."""
+        """One token for each row; `masks` are of those that the step has, see `TokenMasks`."""
         fields = layout.unpack(packed)
         state = _with_page_updates(state, fields)
-        output, state = self._decode_once(fields, params, state, jnp.int32(0))
+        index = jnp.arange(masks.shape[0], dtype=jnp.int32)
+        of_rows = TokenMasks(masks, index, fields["has_masks"] != 0)
+        output, state = self._decode_once(fields, params, state, jnp.int32(0), of_rows)
         return jax.tree.map(lambda leaf: leaf[None], output), state
 
     def decode_bulk(
@@ -123,6 +134,7 @@ class ModelPrograms:
         params: Params,
         state: DeviceState,
         step: Int32[Array, ""],
+        masks: TokenMasks | None = None,
     ) -> tuple[StepOutput, DeviceState]:
         rows = fields["rows"]
         index = jnp.arange(rows.shape[0], dtype=jnp.int32)
@@ -153,12 +165,18 @@ class ModelPrograms:
             no_target,
             fields["wants_top"] != 0,
             model.context.platform,
+            masks,
         )
         row_state = _after_sampling(state.rows, rows, sampled.token, positions + 1, active)
         return StepOutput.of(sampled, active), replace(state, kv=kv, rows=row_state)
 
     def ragged(
-        self, layout: StepLayout, params: Params, state: DeviceState, packed: Int32[Array, " size"]
+        self,
+        layout: StepLayout,
+        params: Params,
+        state: DeviceState,
+        packed: Int32[Array, " size"],
+        masks: UInt32[Array, "B W"],
     ) -> tuple[StepOutput, DeviceState]:
         """Chunks of prompts, with running decodes riding along, one token each.
 
@@ -196,10 +214,12 @@ class ModelPrograms:
         dummy = state.rows.alive.shape[0] - 1
         slot = jnp.arange(fields["logit_index"].shape[0], dtype=jnp.int32)
         is_logit = slot < fields["num_logits"]
-        logit_row = jnp.where(is_logit, rows[row_of[fields["logit_index"]]], dummy)
+        planned_row = row_of[fields["logit_index"]]
+        logit_row = jnp.where(is_logit, rows[planned_row], dummy)
         lengths = positions[fields["logit_index"]] + 1
-        emitted = is_logit & live_row[row_of[fields["logit_index"]]]
-        sampled = self._logit_rows(model, hidden, fields, state.rows, logit_row, lengths)
+        emitted = is_logit & live_row[planned_row]
+        of_rows = TokenMasks(masks, planned_row, fields["has_masks"] != 0)
+        sampled = self._logit_rows(model, hidden, fields, state.rows, logit_row, lengths, of_rows)
         ends = _ends_row(state.rows, logit_row, sampled.token, lengths)
         accepts = (sampled.token == fields["logit_draft"]) & sampled.finite & ~ends
         # Exclusive sums: a slot counts if every one from its row's first on accepted its draft.
@@ -214,7 +234,11 @@ class ModelPrograms:
             emitted & (fields["logit_target"] < 0),
             is_last=~accepts,
         )
-        return StepOutput.of(sampled, emitted), replace(state, kv=kv, rows=row_state)
+        output = replace(
+            StepOutput.of(sampled, emitted),
+            hidden=_last_hidden(hidden, cu_q_lens, fields["wants_hidden"] != 0),
+        )
+        return output, replace(state, kv=kv, rows=row_state)
 
     def _logit_rows(
         self,
@@ -224,6 +248,7 @@ class ModelPrograms:
         state: RowState,
         logit_row: Int32[Array, " Q"],
         lengths: Int32[Array, " Q"],
+        masks: TokenMasks,
     ) -> Sampled:
         """Samples or scores the gathered rows in blocks, so that no [T, V] array ever exists."""
         block = self.logit_block
@@ -242,6 +267,7 @@ class ModelPrograms:
                 cut(fields["logit_target"]),
                 fields["wants_top"] != 0,
                 model.context.platform,
+                replace(masks, rows=cut(masks.rows)),
             )
 
         shapes = jax.eval_shape(one, jnp.int32(0))
@@ -270,6 +296,20 @@ class ModelPrograms:
         pages = page_table[:, row_of, positions // self.page_size]
         slots = pages * self.page_size + (positions % self.page_size)[None, :]
         return jnp.where(active[None, :], slots, 0)
+
+
+def _last_hidden(
+    hidden: Float[Array, "T D"], cu_q_lens: Int32[Array, " B1"], is_wanted: Bool[Array, ""]
+) -> Float32[Array, "B D"]:
+    """The hidden state of each row's last token, where it is wanted."""
+    last = jnp.maximum(cu_q_lens[1:] - 1, 0)
+    shape = (last.shape[0], hidden.shape[1])
+    return lax.cond(
+        is_wanted,
+        lambda hidden: hidden[last].astype(jnp.float32),
+        lambda _: jnp.zeros(shape, jnp.float32),
+        hidden,
+    )
 
 
 def _with_page_updates(state: DeviceState, fields: dict[str, Int32[Array, "..."]]) -> DeviceState:

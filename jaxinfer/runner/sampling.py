@@ -57,15 +57,33 @@ class Sampled:
     Attributes:
       token: the chosen token, or the target that was scored.
       logprob: its natural log-probability under the raw logits.
+      rank: how many tokens have a larger raw logit, plus 1.
       top_ids, top_logprobs: the best tokens of the raw logits, best first.
       finite: whether the raw logits were all finite.
     """
 
     token: Leaf  # int32 [*B]
     logprob: Leaf  # float32 [*B]
+    rank: Leaf  # int32 [*B]
     top_ids: Leaf  # int32 [*B, top]
     top_logprobs: Leaf  # float32 [*B, top]
     finite: Leaf  # bool [*B]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TokenMasks:
+    """Which tokens rows of a step may sample.
+
+    Attributes:
+      words: bit i of word w of a mask is token 32·w + i.
+      rows: whose mask each row of logits goes by.
+      are_given: false where none restricts anything; `words` are zeros then.
+    """
+
+    words: Leaf  # uint32 [M, W]
+    rows: Leaf  # int32 [B]
+    are_given: Leaf  # bool []
 
 
 def uniform(
@@ -94,8 +112,9 @@ def shape_logits(
     counts: Int16[Array, "R V"],
     row_ids: Int32[Array, " B"],
     length: Int32[Array, " B"],
+    masks: TokenMasks | None = None,
 ) -> Float32[Array, "B V"]:
-    """Applies bias, penalties and the ban on early stops, in this order.
+    """Applies bias, penalties, the ban on early stops and masks, in this order.
 
     `length` is the number of tokens a row's sequence has before the one being sampled.
     """
@@ -123,14 +142,22 @@ def shape_logits(
         ids = jnp.where(too_short[:, None] & (rows.stop_ids >= 0), rows.stop_ids, x.shape[1])
         return x.at[batch, ids].set(BANNED, mode="drop")
 
-    def unchanged(x: Float32[Array, "B V"]) -> Float32[Array, "B V"]:
+    def masked(x: Float32[Array, "B V"], masks: TokenMasks) -> Float32[Array, "B V"]:
+        words = masks.words[masks.rows][:, :, None]
+        bits = (words >> jnp.arange(32, dtype=jnp.uint32)[None, None]) & jnp.uint32(1)
+        return jnp.where(bits.reshape(x.shape[0], -1)[:, : x.shape[1]] != 0, x, BANNED)
+
+    def unchanged(x: Float32[Array, "B V"], *_: TokenMasks) -> Float32[Array, "B V"]:
         return x
 
     has_bias = jnp.any(rows.integers[:, columns.HAS_BIAS] != 0)
     has_penalties = jnp.any(rows.integers[:, columns.HAS_PENALTIES] != 0)
     logits = lax.cond(has_bias, with_bias, unchanged, logits)
     logits = lax.cond(has_penalties, with_penalties, unchanged, logits)
-    return lax.cond(jnp.any(too_short), without_stops, unchanged, logits)
+    logits = lax.cond(jnp.any(too_short), without_stops, unchanged, logits)
+    if masks is None:
+        return logits
+    return lax.cond(masks.are_given, masked, unchanged, logits, masks)
 
 
 def choose(
@@ -241,11 +268,14 @@ def report(
     token: Int32[Array, " B"],
     wants_top: Bool[Array, ""],
 ) -> Sampled:
-    """Log-probabilities of `token` and of the best tokens under the raw logits."""
+    """Log-probabilities of `token` and of the best tokens under the raw logits, and its rank.
+
+    Of the best tokens, and of the rank, there are zeros unless they are wanted.
+    """
     chosen = jnp.take_along_axis(raw, token[:, None], axis=1)[:, 0]
     shape = (raw.shape[0], MAX_LOGPROBS)
 
-    def best(_: None) -> tuple[Float32[Array, "B _"], Int32[Array, "B _"]]:
+    def best(_: None) -> tuple[Float32[Array, "B _"], Int32[Array, "B _"], Int32[Array, " B"]]:
         count = min(MAX_LOGPROBS, raw.shape[1])
         values, ids = lax.top_k(raw, count)
         padding = ((0, 0), (0, MAX_LOGPROBS - count))
@@ -253,15 +283,18 @@ def report(
         return (
             jnp.pad(logprobs, padding, constant_values=-jnp.inf),
             jnp.pad(ids.astype(jnp.int32), padding),
+            1 + jnp.sum((raw > chosen[:, None]).astype(jnp.int32), axis=1),
         )
 
-    def nothing(_: None) -> tuple[Float32[Array, "B _"], Int32[Array, "B _"]]:
-        return jnp.zeros(shape, jnp.float32), jnp.zeros(shape, jnp.int32)
+    def nothing(_: None) -> tuple[Float32[Array, "B _"], Int32[Array, "B _"], Int32[Array, " B"]]:
+        ids = jnp.zeros(shape, jnp.int32)
+        return jnp.zeros(shape, jnp.float32), ids, jnp.zeros(token.shape, jnp.int32)
 
-    top_logprobs, top_ids = lax.cond(wants_top, best, nothing, None)
+    top_logprobs, top_ids, rank = lax.cond(wants_top, best, nothing, None)
     return Sampled(
         token=token,
         logprob=chosen - log_total,
+        rank=rank,
         top_ids=top_ids,
         top_logprobs=top_logprobs,
         finite=jnp.isfinite(log_total),
@@ -278,6 +311,7 @@ def sample(
     target: Int32[Array, " B"],
     wants_top: Bool[Array, ""],
     platform: str,
+    masks: TokenMasks | None = None,
 ) -> Sampled:
     """Chooses a token per row, or scores `target` where it is not -1.
 
@@ -288,12 +322,15 @@ def sample(
     stats = logit_stats(raw, platform=platform)
 
     def chosen(_: None) -> Int32[Array, " B"]:
-        return choose(shape_logits(raw, rows, state.counts, row_ids, length), rows, length)
+        shaped = shape_logits(raw, rows, state.counts, row_ids, length, masks)
+        return choose(shaped, rows, length)
 
     if platform == "cpu":
         # In a step where every row wants its best token, nothing else looks at the logits. Chips
         # would hold one copy of them more for it.
         is_plain = jnp.all(_wants_best(rows, length))
+        if masks is not None:
+            is_plain &= ~masks.are_given
         token = lax.cond(is_plain, lambda _: stats.best, chosen, None)
     else:
         token = chosen(None)

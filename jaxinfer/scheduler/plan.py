@@ -33,6 +33,7 @@ class PlannedRow:
       admission: which of the sequence's admissions it belongs to, counted from 1.
       num_drafts: how many of `token_ids`, the last ones, are guesses: the position before each
         samples too, and the row ends where a sample is not the guess.
+      embeds: the hidden state of the last position is wanted.
     """
 
     sequence: Sequence
@@ -44,6 +45,7 @@ class PlannedRow:
     score_from: int | None = None
     admission: int = 0
     num_drafts: int = 0
+    embeds: bool = False
 
     @property
     def is_decode(self) -> bool:
@@ -89,6 +91,11 @@ class StepPlan:
     def is_decode_only(self) -> bool:
         """Whether the step has neither prompt tokens nor drafts."""
         return all(row.is_decode for row in self.rows)
+
+    @property
+    def embeds(self) -> bool:
+        """Whether any row wants a hidden state."""
+        return any(row.embeds for row in self.rows)
 
     @property
     def num_prompt_tokens(self) -> int:

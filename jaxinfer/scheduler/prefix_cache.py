@@ -60,9 +60,9 @@ class PrefixCache:
         """Returns how many pages the sequence can take over, or None where it should wait.
 
         That is while a running sequence is computing the page behind them. At least one token is
-        left to compute; everything is where the prompt is to be scored.
+        left to compute; everything is where the prompt is to be scored or embedded.
         """
-        if sequence.score_prompt:
+        if sequence.computes_all:
             return 0
         if sequence.awaited_key in self._announced:
             return None
@@ -122,7 +122,7 @@ class PrefixCache:
         num_known = self._num_publishable(sequence, len(sequence.token_ids))
         self._announced.update(self._keys(sequence, num_known)[num_taken:])
         self._claims[sequence] = _Claim(num_taken, num_known)
-        if sequence.num_admissions == 1 and not sequence.score_prompt:
+        if sequence.num_admissions == 1 and not sequence.computes_all:
             sequence.num_cached = num_taken * self._tables.page_size
             self.num_queried_tokens += sequence.prompt_len
             self.num_hit_tokens += sequence.num_cached

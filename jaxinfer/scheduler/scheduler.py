@@ -250,6 +250,7 @@ class Scheduler:
                 samples=end == len(sequence.token_ids) and sequence.num_remaining > 0,
                 score_from=self._score_from(sequence, start, end),
                 admission=sequence.num_admissions,
+                embeds=sequence.embeds and end == len(sequence.token_ids),
             )
             self.chunks.spend(start, count, budget)
         return not calm

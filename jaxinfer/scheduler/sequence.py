@@ -51,6 +51,7 @@ class Sequence:
       stop: the rule that ends it.
       priority: lower runs first.
       score_prompt: prompt log-probabilities are wanted.
+      embeds: the hidden state of the last prompt token is wanted.
       steps_in_bulk: several decode steps may be dispatched as one (no stop strings).
       drafter: guesses what comes next; None where nothing is to be guessed.
       cache_salt: sequences share cached pages only with those that have the same.
@@ -71,6 +72,7 @@ class Sequence:
     stop: StopRule
     priority: int = 0
     score_prompt: bool = False
+    embeds: bool = False
     steps_in_bulk: bool = True
     drafter: Drafter | None = None
     cache_salt: bytes = b""
@@ -95,6 +97,11 @@ class Sequence:
     def num_tokens(self) -> int:
         """Tokens it has, those in flight included."""
         return len(self.token_ids) + self.num_in_flight
+
+    @property
+    def computes_all(self) -> bool:
+        """Whether nothing of it is to be taken from a prefix cache."""
+        return self.score_prompt or self.embeds
 
     @property
     def num_output_tokens(self) -> int:

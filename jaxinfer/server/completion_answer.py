@@ -3,22 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from jaxinfer.outputs import CompletionOutput, OutputDelta, TokenLogprob
 from jaxinfer.server.answers import Answer
 from jaxinfer.server.logprobs import CompletionLogprobs
+from jaxinfer.server.logprobs import prompt_logprobs as vllm_prompt_logprobs
 
 
 class CompletionAnswer(Answer):
-    """The answer to a completions request; with `echoes`, choices start with their prompt."""
+    """The answer to a completions request.
+
+    Args:
+      echoes: what choices start with, by prompt; empty if with nothing.
+      num_best: choices per prompt, those of the highest mean log-probability; None for all.
+      logprobs: alternatives shown per token; None shows nothing.
+      common: as for every answer.
+    """
 
     id_prefix = "cmpl"
     object_name = chunk_object_name = "text_completion"
 
-    def __init__(self, *, echoes: Sequence[str], **common: Any) -> None:
+    def __init__(
+        self,
+        *,
+        echoes: Sequence[str],
+        num_best: int | None = None,
+        logprobs: int | None = None,
+        **common: Any,
+    ) -> None:
         super().__init__(**common)
         self._echoes = echoes
+        self._num_best = num_best
+        self._num_logprobs = logprobs
         self._streams: dict[int, CompletionLogprobs] = {}
         self._prompt_logprobs: dict[int, Sequence[TokenLogprob | None]] = {}
         self._held: list[tuple[int, OutputDelta]] = []
@@ -51,7 +69,7 @@ class CompletionAnswer(Answer):
         choices = []
         logprobs = self._streams.get(index)
         if logprobs is None:
-            logprobs = self._streams[index] = CompletionLogprobs(self.tokenizer, self.invisible)
+            logprobs = self._streams[index] = self._new_logprobs()
             if self._scores_prompt:
                 piece = self._piece(index, self._echo(prompt))
                 piece["logprobs"] = self._score_prompt(
@@ -73,6 +91,17 @@ class CompletionAnswer(Answer):
             choices.append(piece)
         return choices
 
+    def text(self) -> str:
+        """Returns the JSON of an answer that is not streamed."""
+        if self._num_best is not None:
+            for output in self.outputs:
+                best = sorted(output.outputs, key=_mean_logprob, reverse=True)[: self._num_best]
+                output.outputs = [
+                    replace(completion, index=index) for index, completion in enumerate(best)
+                ]
+            self.n = self._num_best
+        return super().text()
+
     def choice(
         self,
         prompt: int,
@@ -87,10 +116,10 @@ class CompletionAnswer(Answer):
             "finish_reason": output.finish_reason,
             "stop_reason": output.stop_reason,
         }
-        if self.options.params.logprobs is not None:
-            logprobs = CompletionLogprobs(self.tokenizer, self.invisible)
+        if self._num_logprobs is not None:
+            logprobs = self._new_logprobs()
             pieces = []
-            if prompt_logprobs is not None:
+            if self._scores_prompt and prompt_logprobs is not None:
                 pieces.append(self._score_prompt(logprobs, prompt, prompt_logprobs))
             pieces.append(logprobs.piece(output.token_ids, output.logprobs or ()))
             choice["logprobs"] = {
@@ -99,11 +128,19 @@ class CompletionAnswer(Answer):
         if self.options.return_token_ids:
             choice["token_ids"] = output.token_ids
             choice["prompt_token_ids"] = list(self.requests[prompt].prompt_token_ids)
+        if self.options.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = vllm_prompt_logprobs(
+                self.tokenizer, prompt_logprobs or (), self.options.prompt_logprobs
+            )
         return choice
 
     @property
     def _scores_prompt(self) -> bool:
-        return self.options.params.prompt_logprobs is not None
+        """Whether the echo of the prompt comes with log-probabilities."""
+        return bool(self._echoes) and self._num_logprobs is not None
+
+    def _new_logprobs(self) -> CompletionLogprobs:
+        return CompletionLogprobs(self.tokenizer, self.invisible, names_ids=self.options.names_ids)
 
     def _echo(self, prompt: int) -> str:
         return self._echoes[prompt] if self._echoes else ""
@@ -114,7 +151,16 @@ class CompletionAnswer(Answer):
         prompt: int,
         scores: Sequence[TokenLogprob | None],
     ) -> dict[str, Any]:
-        return logprobs.piece(self.requests[prompt].prompt_token_ids, scores)
+        cut = [
+            None if item is None else replace(item, top=item.top[: self._num_logprobs])
+            for item in scores
+        ]
+        return logprobs.piece(self.requests[prompt].prompt_token_ids, cut)
 
     def _piece(self, index: int, text: str) -> dict[str, Any]:
         return {"index": index, "text": text, "logprobs": None, "finish_reason": None}
+
+
+def _mean_logprob(output: CompletionOutput) -> float:
+    logprobs = [item.logprob for item in output.logprobs or ()]
+    return sum(logprobs) / len(logprobs) if logprobs else float("-inf")

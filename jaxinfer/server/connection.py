@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +19,7 @@ from jaxinfer.server.errors import ApiError
 
 _log = logging.getLogger(__name__)
 
+_BACKLOG = 1024
 _GRACE_S = 0.05
 _FIRST_PROBE_S = 0.1
 _LAST_PROBE_S = 15.0
@@ -52,6 +54,8 @@ class Connection(web.RequestHandler):
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Keeps the transport open; whoever is not answering by then closes it."""
+        if self.ssl_context is not None:
+            return False  # TLS has no half-closed connections
         if not self.is_half_closed:
             self.is_half_closed = True
             # The request that came with this FIN may not have reached its handler yet.
@@ -104,8 +108,23 @@ def connection_of(request: web.Request) -> Connection | None:
     return protocol if isinstance(protocol, Connection) else None
 
 
-async def listen(runner: web.AppRunner, host: str, port: int, **options: Any) -> asyncio.Server:
+async def listen(
+    runner: web.AppRunner,
+    host: str,
+    port: int,
+    *,
+    uds: str | None = None,
+    tls: ssl.SSLContext | None = None,
+    **options: Any,
+) -> asyncio.Server:
     """Binds the address, without accepting yet; connections need `runner` to be set up first.
+
+    Args:
+      runner: of the application.
+      host, port: the address; IPv6 too.
+      uds: path of a Unix socket, instead of both.
+      tls: for HTTPS.
+      options: of aiohttp's connections.
 
     Raises:
       OSError: the address cannot be had.
@@ -116,6 +135,10 @@ async def listen(runner: web.AppRunner, host: str, port: int, **options: Any) ->
         assert runner.server is not None
         return Connection(runner.server, loop=loop, **options)
 
+    if uds is not None:
+        return await loop.create_unix_server(
+            connect, uds, ssl=tls, backlog=_BACKLOG, start_serving=False
+        )
     return await loop.create_server(
-        connect, host, port, backlog=1024, reuse_address=True, start_serving=False
+        connect, host, port, ssl=tls, backlog=_BACKLOG, reuse_address=True, start_serving=False
     )

@@ -28,9 +28,14 @@ class EventSource:
         engine: AsyncEngine,
         requests: Sequence[EngineRequest],
         observe: Callable[[int, OutputDelta], None],
+        most_at_once: int | None = None,
     ) -> None:
-        """Prepares the stream; `observe` sees every event just before `next` returns it."""
+        """Prepares the stream; `observe` sees every event just before `next` returns it.
+
+        The engine is given `most_at_once` requests at a time.
+        """
         self._engine = engine
+        self._turns = asyncio.Semaphore(most_at_once or max(1, len(requests)))
         self._observe = observe
         self._requests = requests
         self._queue: asyncio.Queue[Event | ApiError | None] = asyncio.Queue()
@@ -72,7 +77,7 @@ class EventSource:
 
     async def _pump(self, number: int, request: EngineRequest) -> None:
         try:
-            async with aclosing(self._engine.generate(request)) as deltas:
+            async with self._turns, aclosing(self._engine.generate(request)) as deltas:
                 async for delta in deltas:
                     self._queue.put_nowait(self._failure(delta) or (number, delta))
             self._queue.put_nowait(None)

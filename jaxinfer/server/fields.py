@@ -1,6 +1,7 @@
 """A table of parameters: how each is read from JSON, and what happens to those not honoured.
 
 Readers take (value, path) and return a checked value; null never reaches them (it means absent).
+Those made here know the JSON Schema of what they accept; `described` gives one to any other.
 """
 
 from __future__ import annotations
@@ -16,6 +17,31 @@ from jaxinfer.server.errors import invalid, shown, unsupported
 _log = logging.getLogger(__name__)
 
 Reader = Callable[[Any, str], Any]
+
+
+@dataclass(frozen=True)
+class _Described:
+    """A reader with the schema of its values."""
+
+    read: Reader
+    schema: Mapping[str, Any]
+
+    def __call__(self, value: Any, path: str) -> Any:
+        return self.read(value, path)
+
+
+def described(schema: Mapping[str, Any]) -> Callable[[Reader], Reader]:
+    """Returns a decorator that tells a reader's JSON Schema: what does not fit it, it refuses."""
+
+    def describe(read: Reader) -> Reader:
+        return _Described(read, schema)
+
+    return describe
+
+
+def schema_of(reader: Reader) -> dict[str, Any]:
+    """Returns the JSON Schema of what a reader accepts; {}, anything, if it has told none."""
+    return dict(reader.schema) if isinstance(reader, _Described) else {}
 
 
 @dataclass(frozen=True)
@@ -41,6 +67,7 @@ def ignored(read: Reader) -> Field:
 def refused(*off_values: Any, because: str = "is not supported by this server") -> Field:
     """Returns a parameter that would change the answer: only its off values are accepted."""
 
+    @described({"enum": list(off_values)} if off_values else {"not": {}})
     def read(value: Any, path: str) -> None:
         if not any(_same(value, off) for off in off_values):
             raise unsupported(path, f"{path} {because} (got {shown(value)})")
@@ -82,6 +109,7 @@ def anything(value: Any, path: str) -> Any:
     return value
 
 
+@described({"type": "boolean"})
 def boolean(value: Any, path: str) -> bool:
     """Accepts true and false."""
     if not isinstance(value, bool):
@@ -92,6 +120,7 @@ def boolean(value: Any, path: str) -> bool:
 def integer(low: int | None = None, high: int | None = None) -> Reader:
     """Returns a reader of integers in low..high; 8.0 is 8, true and '8' are refused."""
 
+    @described(_bounded({"type": "integer"}, minimum=low, maximum=high))
     def read(value: Any, path: str) -> int:
         if isinstance(value, float) and value.is_integer():
             value = int(value)
@@ -106,6 +135,7 @@ def integer(low: int | None = None, high: int | None = None) -> Reader:
 def number(low: float | None = None, high: float | None = None) -> Reader:
     """Returns a reader of finite numbers in low..high."""
 
+    @described(_bounded({"type": "number"}, minimum=low, maximum=high))
     def read(value: Any, path: str) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise _wrong_type(path, "a number", value)
@@ -139,6 +169,7 @@ def _bound(limit: int | float) -> str:
 def string(max_length: int | None = None) -> Reader:
     """Returns a reader of strings."""
 
+    @described(_bounded({"type": "string"}, maxLength=max_length))
     def read(value: Any, path: str) -> str:
         if not isinstance(value, str):
             raise _wrong_type(path, "a string", value)
@@ -153,6 +184,7 @@ def string(max_length: int | None = None) -> Reader:
 def one_of(*choices: str) -> Reader:
     """Returns a reader of an enumeration."""
 
+    @described({"type": "string", "enum": list(choices)})
     def read(value: Any, path: str) -> str:
         if not isinstance(value, str):
             raise _wrong_type(path, "a string", value)
@@ -166,6 +198,9 @@ def one_of(*choices: str) -> Reader:
 def array(item: Reader, low: int = 0, high: int | None = None) -> Reader:
     """Returns a reader of arrays with low..high items."""
 
+    @described(
+        _bounded({"type": "array", "items": schema_of(item)}, minItems=low or None, maxItems=high)
+    )
     def read(value: Any, path: str) -> list[Any]:
         if not isinstance(value, list):
             raise _wrong_type(path, "an array", value)
@@ -179,11 +214,16 @@ def array(item: Reader, low: int = 0, high: int | None = None) -> Reader:
     return read
 
 
+@described({"type": "object"})
 def json_object(value: Any, path: str) -> dict[str, Any]:
     """Accepts any JSON object."""
     if not isinstance(value, dict):
         raise _wrong_type(path, "an object", value)
     return value
+
+
+def _bounded(schema: dict[str, Any], **bounds: int | float | None) -> dict[str, Any]:
+    return {**schema, **{name: bound for name, bound in bounds.items() if bound is not None}}
 
 
 def _wrong_type(path: str, expected: str, value: Any) -> Exception:

@@ -2,80 +2,108 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any, TypeVar
 
 from aiohttp import web
 
 from jaxinfer.async_engine import AsyncEngine, EngineRequest
 from jaxinfer.sampling_params import InvalidParameter
 from jaxinfer.server.chat_answer import ChatAnswer
+from jaxinfer.server.chat_prompt import prepare_chat
 from jaxinfer.server.completion_answer import CompletionAnswer
 from jaxinfer.server.errors import invalid
-from jaxinfer.server.json_body import read_body
 from jaxinfer.server.parameters import GenerationOptions, fit_to_context
 from jaxinfer.server.protocol_chat import ChatRequest, parse_chat
 from jaxinfer.server.protocol_completions import CompletionRequest, parse_completion
 from jaxinfer.server.replies import reply
-from jaxinfer.server.served_model import fingerprint, served_name
-from jaxinfer.server.state import CONFIG, ENGINE, EXECUTOR, LIFECYCLE, REQUEST_ID
+from jaxinfer.server.routing import read_call
+from jaxinfer.server.served_model import ServedModel
+from jaxinfer.server.state import CONFIG, MODEL, REQUEST_ID
 from jaxinfer.server.threads import in_thread
-from jaxinfer.text import TemplateError
 
 _log = logging.getLogger(__name__)
 
 _LOGGED_PROMPTS = 8
 _LOGGED_CHARACTERS = 200
 
+ChatAnswerT = TypeVar("ChatAnswerT", bound=ChatAnswer)
+
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     """POST /v1/chat/completions."""
-    app = request.app
-    app[LIFECYCLE].check_ready()
-    engine, config = app[ENGINE], app[CONFIG]
-    parse = functools.partial(
-        parse_chat, defaults=engine.default_params, vocab_size=_vocab_size(engine), config=config
+    config = request.app[CONFIG]
+
+    def parse(body: Mapping[str, Any], model: ServedModel) -> ChatRequest:
+        defaults = model.engine.default_params
+        return parse_chat(body, defaults=defaults, vocab_size=model.vocab_size, config=config)
+
+    model, call = await read_call(request, parse)
+    return await reply(request, await chat_answer(request, model, call, ChatAnswer))
+
+
+async def chat_answer(
+    request: web.Request,
+    model: ServedModel,
+    call: ChatRequest,
+    make: Callable[..., ChatAnswerT],
+) -> ChatAnswerT:
+    """Returns the answer to a chat, made by `make`, which takes what a ChatAnswer takes.
+
+    Raises:
+      ApiError: 400, the chat does not fit the model or its context; 429, too many are waiting.
+    """
+    model.check_room()
+    engine = model.engine
+    prompt = await in_thread(
+        request, lambda: prepare_chat(engine.chat_template, engine.tokenizer, call)
     )
-    call = await read_body(request, app[EXECUTOR], parse)
-    model = served_name(app, call.options.model)
-    prompt_ids = await in_thread(request, lambda: _chat_ids(engine, call))
     _log_prompts(request, [message.get("content") for message in call.messages])
-    answer = ChatAnswer(
-        model=model,
-        fingerprint=fingerprint(engine),
+    return make(
+        model=call.options.model or model.name,
+        fingerprint=model.fingerprint,
         tokenizer=engine.tokenizer,
         options=call.options,
-        requests=_admit(request, call.options, [prompt_ids], "messages", config.default_max_tokens),
+        requests=_admit(
+            request,
+            replace(call.options, params=prompt.params),
+            [_cut(engine, call.options, prompt.ids)],
+            "messages",
+            request.app[CONFIG].default_max_tokens,
+        ),
+        syntax=prompt.syntax,
+        is_legacy=call.tools is not None and call.tools.is_legacy,
+        includes_reasoning=call.includes_reasoning,
+        echo=call.echo,
     )
-    return await reply(request, answer)
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
     """POST /v1/completions."""
-    app = request.app
-    app[LIFECYCLE].check_ready()
-    engine, config = app[ENGINE], app[CONFIG]
-    parse = functools.partial(
-        parse_completion,
-        defaults=engine.default_params,
-        vocab_size=_vocab_size(engine),
-        config=config,
-    )
-    call = await read_body(request, app[EXECUTOR], parse)
-    model = served_name(app, call.options.model)
+    config = request.app[CONFIG]
+
+    def parse(body: Mapping[str, Any], model: ServedModel) -> CompletionRequest:
+        defaults = model.engine.default_params
+        return parse_completion(body, defaults=defaults, vocab_size=model.vocab_size, config=config)
+
+    model, call = await read_call(request, parse)
+    model.check_room()
+    engine = model.engine
     prompts, echoes = await in_thread(request, lambda: _prompt_ids(engine, call))
     _log_prompts(request, call.prompts)
     answer = CompletionAnswer(
-        model=model,
-        fingerprint=fingerprint(engine),
+        model=call.options.model or model.name,
+        fingerprint=model.fingerprint,
         tokenizer=engine.tokenizer,
         options=call.options,
         requests=_admit(request, call.options, prompts, "prompt", None),
         echoes=echoes,
+        num_best=call.num_best,
+        logprobs=call.logprobs,
     )
     return await reply(request, answer)
 
@@ -86,21 +114,6 @@ def _log_prompts(request: web.Request, prompts: Sequence[object]) -> None:
         _log.info("request %s: %r", request[REQUEST_ID], cut)
 
 
-def _vocab_size(engine: AsyncEngine) -> int:
-    """Returns the number of ids that mean something: models pad their embeddings."""
-    return min(engine.vocab_size, engine.tokenizer.vocab_size)
-
-
-def _chat_ids(engine: AsyncEngine, call: ChatRequest) -> list[int]:
-    try:
-        text = engine.chat_template.render(call.messages, **call.template_options)
-    except TemplateError as error:
-        raise invalid(error.param, str(error)) from None
-    # Templates write the special tokens themselves.
-    adds_special_tokens = call.options.add_special_tokens or False
-    return engine.tokenizer.encode(text, add_special_tokens=adds_special_tokens)
-
-
 def _prompt_ids(
     engine: AsyncEngine, call: CompletionRequest
 ) -> tuple[list[Sequence[int]], list[str]]:
@@ -108,16 +121,29 @@ def _prompt_ids(
     skips = call.options.params.skip_special_tokens
     prompts: list[Sequence[int]] = []
     echoes = []
+    ids: Sequence[int]
     for prompt in call.prompts:
         if isinstance(prompt, str):
-            prompts.append(engine.tokenizer.encode(prompt, add_special_tokens=adds_special_tokens))
-            text = prompt
+            ids = engine.tokenizer.encode(prompt, add_special_tokens=adds_special_tokens)
         else:
-            prompts.append(prompt)
-            text = engine.tokenizer.decode(prompt, skip_special_tokens=skips) if call.echo else ""
-        if call.echo:
-            echoes.append(text)
+            ids = prompt
+        kept = _cut(engine, call.options, ids)
+        prompts.append(kept)
+        if call.echo and kept is ids and isinstance(prompt, str):
+            echoes.append(prompt)
+        elif call.echo:
+            echoes.append(engine.tokenizer.decode(kept, skip_special_tokens=skips))
     return prompts, echoes
+
+
+def _cut(
+    engine: AsyncEngine, options: GenerationOptions, prompt_ids: Sequence[int]
+) -> Sequence[int]:
+    """Returns the prompt, or what is to be left of it."""
+    if options.truncation is None:
+        return prompt_ids
+    generates = options.params.max_tokens != 0
+    return options.truncation.cut(prompt_ids, engine.max_model_len - generates)
 
 
 def _admit(
@@ -128,7 +154,7 @@ def _admit(
     default_max_tokens: int | None,
 ) -> list[EngineRequest]:
     """Returns the engine requests; from here on nothing is wrong with what the client sent."""
-    engine = request.app[ENGINE]
+    engine = request[MODEL].engine
     seed = options.params.seed
     if seed is None:
         seed = secrets.randbits(63)

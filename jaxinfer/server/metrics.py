@@ -1,27 +1,27 @@
-"""What operators watch: vLLM's metric names, HTTP counters, and XLA's compilations.
-
-Counters of the engine are read when scraped and never kept twice.
-"""
+"""What operators watch: vLLM's metric names for what clients feel, and HTTP counters."""
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
-from prometheus_client import CollectorRegistry, Counter, GCCollector, Histogram, ProcessCollector
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    InfoMetricFamily,
-    Metric,
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    GCCollector,
+    Histogram,
+    ProcessCollector,
 )
 from prometheus_client.exposition import generate_latest
-from prometheus_client.registry import Collector
 
-from jaxinfer.async_engine import AsyncEngine, EngineDeadError
-from jaxinfer.outputs import OutputDelta
+from jaxinfer.outputs import OutputDelta, PhaseTimes
 from jaxinfer.sampling_params import SamplingParams
+from jaxinfer.server.engine_metrics import EngineCollector
+from jaxinfer.server.rates import WINDOW_S, RequestRate
+from jaxinfer.server.served_model import Models
 
 _TTFT_BUCKETS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40,
@@ -36,6 +36,11 @@ _REQUEST_BUCKETS = (
 _COUNT_BUCKETS = tuple(factor * 10**power for power in range(6) for factor in (1, 2, 5))
 _N_BUCKETS = (1, 2, 5, 10, 20, 50, 100)
 
+_LAG_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+
+LAG_INTERVAL_S = 0.25
+"""How often the event loop's lag is measured."""
+
 _METHODS = frozenset({"GET", "HEAD", "POST", "OPTIONS"})
 
 
@@ -43,16 +48,15 @@ class Metrics:
     """The registry of one application.
 
     Args:
-      engine: whose counters and settings are shown.
+      models: whose counters and settings are shown, each with its name as a label.
       settings: the server's own settings, by name, as text.
     """
 
-    def __init__(self, engine: AsyncEngine, settings: Mapping[str, str]) -> None:
+    def __init__(self, models: Models, settings: Mapping[str, str]) -> None:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         GCCollector(registry=self.registry)
-        self.registry.register(_EngineCollector(engine, settings))
-        self._engine = engine
+        self.registry.register(EngineCollector(models, settings))
         self._http_requests = Counter(
             "http_requests",
             "Requests by route, method and status.",
@@ -64,6 +68,18 @@ class Metrics:
             "Time from a request to the end of its answer.",
             ("handler", "method"),
             buckets=_TTFT_BUCKETS,
+            registry=self.registry,
+        )
+        self._rate = RequestRate()
+        Gauge(
+            "requests_per_second",
+            f"Requests to models, mean of the last {WINDOW_S} seconds.",
+            registry=self.registry,
+        ).set_function(self._rate.per_second)
+        self._loop_lag = Histogram(
+            "event_loop_lag_seconds",
+            "How late the event loop woke who slept.",
+            buckets=_LAG_BUCKETS,
             registry=self.registry,
         )
         self.rejections = self._counter(
@@ -83,6 +99,18 @@ class Metrics:
         self.request_seconds = self._histogram(
             "e2e_request_latency_seconds", "From the request to its end.", _REQUEST_BUCKETS
         )
+        self.queue_seconds = self._histogram(
+            "request_queue_time_seconds", "From the request until it ran.", _REQUEST_BUCKETS
+        )
+        self.prefill_seconds = self._histogram(
+            "request_prefill_time_seconds", "From there to the end of its prompt.", _REQUEST_BUCKETS
+        )
+        self.decode_seconds = self._histogram(
+            "request_decode_time_seconds", "From there to its end.", _REQUEST_BUCKETS
+        )
+        self.inference_seconds = self._histogram(
+            "request_inference_time_seconds", "While it ran: prompt and decoding.", _REQUEST_BUCKETS
+        )
         self.prompt_tokens = self._histogram(
             "request_prompt_tokens", "Prompt tokens of a request.", _COUNT_BUCKETS
         )
@@ -96,16 +124,16 @@ class Metrics:
 
     def _histogram(
         self, name: str, about: str, buckets: tuple[int | float, ...]
-    ) -> Callable[[float], None]:
+    ) -> Callable[[str, float], None]:
         metric = Histogram(
             f"vllm:{name}", about, ("model_name",), buckets=buckets, registry=self.registry
         )
         child = functools.cache(metric.labels)
-        return lambda value: child(self._engine.model_name).observe(value)
+        return lambda model, value: child(model).observe(value)
 
-    def _counter(self, name: str, about: str, label: str) -> Callable[[str], None]:
+    def _counter(self, name: str, about: str, label: str) -> Callable[[str, str], None]:
         metric = Counter(f"vllm:{name}", about, ("model_name", label), registry=self.registry)
-        return lambda value: metric.labels(self._engine.model_name, value).inc()
+        return lambda model, value: metric.labels(model, value).inc()
 
     def http_request(self, route: str, method: str, status: int, seconds: float) -> None:
         """Counts one HTTP request; `route` is a template, never a path."""
@@ -113,12 +141,26 @@ class Metrics:
         self._http_requests.labels(route, method, str(status)).inc()
         self._http_seconds.labels(route, method).observe(seconds)
 
-    def generation(self, params: SamplingParams, num_prompt_tokens: int) -> GenerationTimer:
-        """Counts one admitted prompt, and returns what times its tokens."""
-        self.prompt_tokens(num_prompt_tokens)
-        self.n(params.n)
-        self.max_tokens(params.max_tokens or 0)
-        return GenerationTimer(self, params.n)
+    def model_request(self) -> None:
+        """Counts a request that asks a model, as it comes."""
+        self._rate.count()
+
+    async def watch_loop(self) -> None:
+        """Measures how late the running event loop wakes a task, until it is cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            due = loop.time() + LAG_INTERVAL_S
+            await asyncio.sleep(LAG_INTERVAL_S)
+            self._loop_lag.observe(max(0.0, loop.time() - due))
+
+    def generation(
+        self, model: str, params: SamplingParams, num_prompt_tokens: int
+    ) -> GenerationTimer:
+        """Counts one admitted prompt of a model, and returns what times its tokens."""
+        self.prompt_tokens(model, num_prompt_tokens)
+        self.n(model, params.n)
+        self.max_tokens(model, params.max_tokens or 0)
+        return GenerationTimer(self, model, params.n)
 
     def render(self) -> bytes:
         """Returns all metrics in Prometheus' text format."""
@@ -126,12 +168,18 @@ class Metrics:
 
 
 class GenerationTimer:
-    """Times the tokens of one prompt's completions."""
+    """Times the tokens of one prompt's completions.
 
-    def __init__(self, metrics: Metrics, n: int) -> None:
-        self._metrics = metrics
+    Attributes:
+      first_token_s: from the request to its first token; None before it.
+      queue_s: from the request until its first completion ran; None before that has ended.
+    """
+
+    def __init__(self, metrics: Metrics, model: str, n: int) -> None:
+        self._metrics, self._model = metrics, model
         self._start = time.monotonic()
-        self._has_token = False
+        self.first_token_s: float | None = None
+        self.queue_s: float | None = None
         self._first_at: list[float | None] = [None] * n
         self._last_at = [self._start] * n
         self._num_tokens = [0] * n
@@ -141,89 +189,32 @@ class GenerationTimer:
         now = time.monotonic()
         index, count = delta.index, len(delta.token_ids)
         if count:
-            if not self._has_token:
-                self._has_token = True
-                self._metrics.first_token(now - self._start)
+            if self.first_token_s is None:
+                self.first_token_s = now - self._start
+                self._metrics.first_token(self._model, self.first_token_s)
             if self._first_at[index] is None:
                 self._first_at[index] = now
             else:
-                self._metrics.token_gap((now - self._last_at[index]) / count)
+                self._metrics.token_gap(self._model, (now - self._last_at[index]) / count)
             self._last_at[index] = now
             self._num_tokens[index] += count
         if delta.finish_reason is not None:
-            self._finish(index, now)
+            self._finish(index, now, delta.times)
 
-    def _finish(self, index: int, now: float) -> None:
-        self._metrics.request_seconds(now - self._start)
-        self._metrics.generation_tokens(self._num_tokens[index])
+    def _finish(self, index: int, now: float, times: PhaseTimes | None) -> None:
+        metrics, model = self._metrics, self._model
+        metrics.request_seconds(model, now - self._start)
+        metrics.generation_tokens(model, self._num_tokens[index])
+        if times is not None:
+            inference = times.prompt + times.completion
+            waited = max(0.0, now - self._start - inference)
+            self.queue_s = waited if self.queue_s is None else min(self.queue_s, waited)
+            metrics.queue_seconds(model, waited)
+            metrics.prefill_seconds(model, times.prompt)
+            metrics.decode_seconds(model, times.completion)
+            metrics.inference_seconds(model, inference)
         first_at = self._first_at[index]
         if first_at is not None and self._num_tokens[index] > 1:
-            self._metrics.mean_gap(
-                (self._last_at[index] - first_at) / (self._num_tokens[index] - 1)
+            metrics.mean_gap(
+                model, (self._last_at[index] - first_at) / (self._num_tokens[index] - 1)
             )
-
-
-class _EngineCollector(Collector):
-    """Reads the engine's own counters at every scrape."""
-
-    def __init__(self, engine: AsyncEngine, server_settings: Mapping[str, str]) -> None:
-        self._engine = engine
-        self._server_settings = server_settings
-
-    def describe(self) -> list[Metric]:
-        return []
-
-    def collect(self) -> Iterator[Metric]:
-        try:
-            stats, name = self._engine.stats(), self._engine.model_name
-            settings = {**self._engine.settings, **self._server_settings}
-        except EngineDeadError:
-            return  # it never got to count anything
-        yield InfoMetricFamily("jaxinfer_config", "Settings: the values in effect.", value=settings)
-        usable = max(stats.num_pages, 1)
-        gauges = (
-            ("num_requests_running", "Sequences in the running batch.", stats.num_running),
-            ("num_requests_waiting", "Sequences waiting for room.", stats.num_waiting),
-            ("kv_cache_usage_perc", "Used share of the KV pool, 0 to 1.",
-             1 - stats.num_free_pages / usable),
-        )  # fmt: skip
-        counters = (
-            ("num_preemptions", "Sequences preempted and recomputed.", stats.num_preemptions),
-            ("prompt_tokens", "Prompt tokens of completions, cached ones as well.",
-             stats.prompt_tokens),
-            ("generation_tokens", "Tokens generated.", stats.generation_tokens),
-            ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.",
-             stats.prefix_cache_queries),
-            ("prefix_cache_hits", "Prompt tokens found in the prefix cache.",
-             stats.prefix_cache_hits),
-            ("spec_decode_num_drafts", "Verifications of drafts.", stats.num_drafts),
-            ("spec_decode_num_draft_tokens", "Tokens guessed.", stats.num_draft_tokens),
-            ("spec_decode_num_accepted_tokens", "Tokens guessed right.",
-             stats.num_accepted_tokens),
-        )  # fmt: skip
-        for metric, about, value in gauges:
-            gauge = GaugeMetricFamily(f"vllm:{metric}", about, labels=["model_name"])
-            gauge.add_metric([name], value)
-            yield gauge
-        for metric, about, value in counters:
-            counter = CounterMetricFamily(f"vllm:{metric}", about, labels=["model_name"])
-            counter.add_metric([name], value)
-            yield counter
-        finished = CounterMetricFamily(
-            "vllm:request_success",
-            "Finished completions by reason.",
-            labels=["model_name", "finished_reason"],
-        )
-        for reason, count in stats.finished.items():
-            finished.add_metric([name, reason], count)
-        yield finished
-        compilations = CounterMetricFamily(
-            "xla_compilations", "Programs compiled by XLA.", labels=["phase"]
-        )
-        compilations.add_metric(["after_warmup"], stats.num_compilations_after_warmup)
-        yield compilations
-        yield CounterMetricFamily("jaxinfer_steps", "Engine steps.", value=stats.steps)
-        yield CounterMetricFamily(
-            "jaxinfer_failed_steps", "Engine steps that failed and were repaired.",
-            value=stats.failed_steps,
-        )  # fmt: skip

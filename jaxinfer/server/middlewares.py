@@ -9,13 +9,15 @@ import logging
 import secrets
 import time
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 from aiohttp import web
 
+from jaxinfer.server import cors, page
 from jaxinfer.server.connection import connection_of
 from jaxinfer.server.errors import ApiError, internal
 from jaxinfer.server.sse import dumps
-from jaxinfer.server.state import CONFIG, METRICS, REQUEST_ID, REQUEST_LOG
+from jaxinfer.server.state import CONFIG, METRICS, MODEL, REQUEST_ID, REQUEST_LOG
 
 _log = logging.getLogger(__name__)
 _access_log = logging.getLogger("jaxinfer.access")
@@ -24,7 +26,9 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _MAX_REQUEST_ID = 128
 _CLIENT_GONE = 499
-_OPEN_ROUTES = frozenset({"/health", "/health/live", "/health/ready", "/ping"})
+READY_PATHS = ("/health", "/health/ready", "/ready", "/readyz", "/ping")
+LIVE_PATHS = ("/health/live", "/healthz", "/livez")
+_OPEN_ROUTES = frozenset({*READY_PATHS, *LIVE_PATHS}) | page.PATHS
 _CODES = {413: "request_too_large"}
 
 
@@ -45,11 +49,26 @@ async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
         route = "other" if resource is None else resource.canonical
         metrics = request.app[METRICS]
         metrics.http_request(route, request.method, status, seconds)
-        if status == 429:
-            metrics.rejections("queue_full")
+        model = request.get(MODEL)
+        if model is not None:
+            log["model"] = model.name
+            metrics.model_request()
+            if status == 429:
+                metrics.rejections(model.name, "queue_full")
         log.update(route=route, status=status, e2e_s=round(seconds, 4), client=request.remote)
         level = logging.DEBUG if request.method in ("GET", "HEAD") else logging.INFO
-        _access_log.log(level, "%s", json.dumps(log))
+        # What collects logs takes the fields as they are, people read them as one JSON object.
+        _access_log.log(level, "%s", _Json(log), extra={"fields": log})
+
+
+class _Json:
+    """Becomes text only if a line of the log is made of it."""
+
+    def __init__(self, fields: dict[str, Any]) -> None:
+        self._fields = fields
+
+    def __str__(self) -> str:
+        return json.dumps(self._fields)
 
 
 def _request_id(request: web.Request) -> str:
@@ -62,6 +81,7 @@ def _request_id(request: web.Request) -> str:
 async def mark_response(request: web.Request, response: web.StreamResponse) -> None:
     """Adds the headers every reply has, just before they are sent."""
     response.headers["Server"] = "jaxinfer"
+    cors.mark(request, response)
     if REQUEST_ID in request:
         response.headers["X-Request-Id"] = request[REQUEST_ID]
     connection = connection_of(request)

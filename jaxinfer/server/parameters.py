@@ -8,7 +8,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxinfer.config import ServerConfig
-from jaxinfer.sampling_params import MAX_STOP_STRINGS, InvalidParameter, SamplingParams
+from jaxinfer.sampling_params import (
+    MAX_BAD_WORDS,
+    MAX_LOGPROBS,
+    MAX_STOP_STRINGS,
+    InvalidParameter,
+    SamplingParams,
+)
+from jaxinfer.server.constraints import CONSTRAINTS, read_constraint
 from jaxinfer.server.errors import ApiError, invalid, shown
 from jaxinfer.server.fields import (
     Field,
@@ -23,6 +30,7 @@ from jaxinfer.server.fields import (
     refused,
     string,
 )
+from jaxinfer.server.prompts import TRUNCATION, Truncation, read_truncation
 
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 MAX_TOKENS = 2**31 - 1
@@ -42,6 +50,9 @@ class GenerationOptions:
       continuous_usage: every chunk carries the usage so far.
       return_token_ids: choices carry token ids.
       add_special_tokens: whether tokenizing adds them; None leaves it to the endpoint.
+      prompt_logprobs: alternatives to report per prompt token, apart from those of an echo.
+      names_ids: log-probabilities name tokens by their ids.
+      truncation: how prompts are cut; None if not.
       priority: smaller is scheduled earlier.
       cache_salt: cached prefixes are shared only with requests that send the same.
     """
@@ -55,6 +66,9 @@ class GenerationOptions:
     add_special_tokens: bool | None
     priority: int
     cache_salt: str | None
+    prompt_logprobs: int | None = None
+    names_ids: bool = False
+    truncation: Truncation | None = None
 
 
 def _read_stop(value: Any, path: str) -> tuple[str, ...]:
@@ -106,22 +120,9 @@ _SAMPLING = {
     "include_stop_str_in_output": Field(boolean),
     "skip_special_tokens": Field(boolean),
     "speculation": Field(boolean),
+    "bad_words": Field(array(string(), high=MAX_BAD_WORDS)),
+    "allowed_token_ids": Field(array(integer(0, 2**31 - 1), low=1)),
 }
-
-_CONSTRAINED_DECODING = dict.fromkeys(
-    (
-        "guided_json",
-        "guided_regex",
-        "guided_choice",
-        "guided_grammar",
-        "structured_outputs",
-        "regex",
-        "grammar",
-        "ebnf",
-        "json_schema",
-    ),
-    refused(because="needs constrained decoding, which this server does not offer yet"),
-)
 
 # Samplers of other servers, with the values that switch each one off.
 _OTHER_SAMPLERS = {
@@ -156,13 +157,6 @@ _OTHER_SAMPLERS = {
 }
 
 _NOT_HONOURED_YET = {
-    "bad_words": refused([]),
-    "allowed_token_ids": refused([]),
-    "truncate_prompt_tokens": refused(),
-    "prompt_logprobs": refused(
-        because="is not offered; use /v1/completions with echo=true and logprobs"
-    ),
-    "return_tokens_as_token_ids": refused(False),
     "logprob_token_ids": refused([]),
     "prompt_embeds": refused(),
 }
@@ -177,7 +171,6 @@ _WITHOUT_EFFECT = {
     "prompt_cache_key": ignored(string()),
     "prompt_cache_retention": ignored(string()),
     "moderation": ignored(anything),
-    "truncation_side": ignored(string()),
     "spaces_between_special_tokens": ignored(boolean),
     "guided_decoding_backend": ignored(string()),
     "include_reasoning": ignored(boolean),
@@ -204,8 +197,11 @@ SHARED: Mapping[str, Field] = {
     "add_special_tokens": Field(boolean),
     "priority": Field(integer(INT64_MIN, INT64_MAX)),
     "cache_salt": Field(string()),
+    "prompt_logprobs": Field(integer(0, MAX_LOGPROBS)),
+    "return_tokens_as_token_ids": Field(boolean),
+    **TRUNCATION,
     **_SAMPLING,
-    **_CONSTRAINED_DECODING,
+    **CONSTRAINTS,
     **_OTHER_SAMPLERS,
     **_NOT_HONOURED_YET,
     **_WITHOUT_EFFECT,
@@ -231,7 +227,7 @@ def generation_options(
       config: the server's own limits.
       max_tokens: tokens to generate; None leaves it open.
       logprobs: alternatives to report per generated token; None reports nothing.
-      prompt_logprobs: the same per prompt token.
+      prompt_logprobs: the same per token of a prompt that is echoed.
 
     Raises:
       ApiError: 400; two parameters contradict each other, or one exceeds this server's limits.
@@ -247,9 +243,20 @@ def generation_options(
         raise invalid("stop", message, "array_above_max_length")
     stream = values.get("stream", False)
     stream_options = _stream_options(values, stream, config.strict_params)
+    of_prompt = values.get("prompt_logprobs")
+    if of_prompt is not None:
+        if stream:
+            raise invalid("prompt_logprobs", "prompt_logprobs needs stream=false")
+        # With an alternative comes a token's rank.
+        prompt_logprobs = max(of_prompt, prompt_logprobs or 1)
+    constraint = read_constraint(values)
     try:
         params = SamplingParams(
-            max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs, **sampling
+            max_tokens=max_tokens,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            grammar=None if constraint is None else constraint[1],
+            **sampling,
         )
         params.validate_for(vocab_size)
     except InvalidParameter as error:
@@ -264,6 +271,9 @@ def generation_options(
         add_special_tokens=values.get("add_special_tokens"),
         priority=values.get("priority", 0),
         cache_salt=values.get("cache_salt"),
+        prompt_logprobs=of_prompt,
+        names_ids=values.get("return_tokens_as_token_ids", False),
+        truncation=read_truncation(values),
     )
 
 

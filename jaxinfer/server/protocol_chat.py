@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxinfer.config import ServerConfig
+from jaxinfer.server.constraints import RESPONSE_FORMAT
 from jaxinfer.server.errors import invalid, shown, unsupported
 from jaxinfer.server.fields import (
     Field,
@@ -23,9 +24,14 @@ from jaxinfer.server.fields import (
     string,
 )
 from jaxinfer.server.parameters import MAX_TOKENS, SHARED, GenerationOptions, generation_options
+from jaxinfer.server.tools import TOOL_FIELDS, ToolRequest, read_tools
 from jaxinfer.text.chat_template import RESERVED_KWARGS
+from jaxinfer.text.surrogates import refuse_surrogates
 
 _ROLES = ("developer", "system", "user", "assistant", "tool", "function")
+_ROLES_SHOWN = {"developer": "system", "function": "tool"}
+# Texts beside the content, and other names they go by.
+_MESSAGE_TEXTS = {"name": "name", "tool_call_id": "tool_call_id", "reasoning_content": "reasoning"}
 _MEDIA_PARTS = ("image_url", "input_image", "input_audio", "audio_url", "video_url", "file")
 
 
@@ -34,31 +40,26 @@ class ChatRequest:
     """A validated chat request.
 
     Attributes:
-      messages: as the template sees them: text or text parts, `developer` as `system`.
+      messages: as the template sees them: text or text parts, `developer` as `system`, `function`
+        as `tool`.
       template_options: keyword arguments of `ChatTemplate.render`.
+      tools: what the answer may call; None if nothing.
+      includes_reasoning: whether the answer shows its reasoning.
+      echo: what the answer's content begins with.
     """
 
     options: GenerationOptions
     messages: list[dict[str, Any]]
     template_options: dict[str, Any] = field(default_factory=dict)
-
-
-def _read_response_format(value: Any, path: str) -> None:
-    kind = json_object(value, path).get("type")
-    if kind == "text":
-        return
-    if kind in ("json_object", "json_schema"):
-        message = f"{path} {kind} needs constrained decoding, which this server does not offer yet"
-        raise unsupported(path, message)
-    raise invalid(f"{path}.type", f"{path}.type must be text, json_object or json_schema")
+    tools: ToolRequest | None = None
+    includes_reasoning: bool = True
+    echo: str = ""
 
 
 def _read_modalities(value: Any, path: str) -> None:
     if array(string())(value, path) != ["text"]:
         raise unsupported(path, f"{path} must be ['text'], got {shown(value)}")
 
-
-_TOOLS_LATER = "needs tool calling, which this server does not offer yet"
 
 CHAT: Mapping[str, Field] = {
     **SHARED,
@@ -67,12 +68,9 @@ CHAT: Mapping[str, Field] = {
     "max_tokens": Field(integer(1)),
     "logprobs": Field(boolean),
     "top_logprobs": Field(integer(0, 20)),
-    "response_format": ignored(_read_response_format),
-    "tools": refused([], because=_TOOLS_LATER),
-    "tool_choice": refused("none", "auto", because=_TOOLS_LATER),
-    "parallel_tool_calls": ignored(boolean),
-    "functions": refused([], because=_TOOLS_LATER),
-    "function_call": refused("none", "auto", because=_TOOLS_LATER),
+    "response_format": RESPONSE_FORMAT,
+    **TOOL_FIELDS,
+    "include_reasoning": Field(boolean),
     "modalities": ignored(_read_modalities),
     "audio": refused(),
     "web_search_options": refused(),
@@ -86,7 +84,7 @@ CHAT: Mapping[str, Field] = {
     "documents": Field(array(json_object)),
     "add_generation_prompt": Field(boolean),
     "continue_final_message": Field(boolean),
-    "echo": refused(False),
+    "echo": Field(boolean),
 }
 
 
@@ -117,7 +115,23 @@ def parse_chat(
         max_tokens=max_tokens,
         logprobs=_logprobs(values),
     )
-    return ChatRequest(options, messages, _template_options(values))
+    return ChatRequest(
+        options,
+        messages,
+        _template_options(values),
+        tools=read_tools(values),
+        includes_reasoning=values.get("include_reasoning", True),
+        echo=_last_answer(messages) if values.get("echo", False) else "",
+    )
+
+
+def _last_answer(messages: list[dict[str, Any]]) -> str:
+    """Returns the text of the last message, if that is the assistant's."""
+    last = messages[-1]
+    if last["role"] != "assistant":
+        return ""
+    content = last["content"]
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
 
 
 def _logprobs(values: Mapping[str, Any]) -> int | None:
@@ -157,12 +171,12 @@ def _read_message(value: Any, path: str) -> dict[str, Any]:
     if role is None:
         raise invalid(f"{path}.role", f"{path}.role is required", "missing_required_parameter")
     role = one_of(*_ROLES)(role, f"{path}.role")
-    read: dict[str, Any] = {"role": "system" if role == "developer" else role}
+    read: dict[str, Any] = {"role": _ROLES_SHOWN.get(role, role)}
+    calls = _read_calls(message, path)
     content = message.get("content")
-    tool_calls = message.get("tool_calls")
     if content is not None:
         read["content"] = _read_content(content, f"{path}.content", role)
-    elif role != "assistant" or not (tool_calls or message.get("refusal")):
+    elif role != "assistant" or not (calls or message.get("refusal")):
         where = f"{path}.content"
         raise invalid(where, f"{where} is required", "missing_required_parameter")
     else:
@@ -170,12 +184,24 @@ def _read_message(value: Any, path: str) -> dict[str, Any]:
     if role == "tool" and not isinstance(message.get("tool_call_id"), str):
         where = f"{path}.tool_call_id"
         raise invalid(where, f"{where} is required with role tool", "missing_required_parameter")
-    for name in ("name", "tool_call_id", "reasoning_content"):
-        if message.get(name) is not None:
-            read[name] = string()(message[name], f"{path}.{name}")
-    if tool_calls is not None:
-        read["tool_calls"] = array(_read_tool_call)(tool_calls, f"{path}.tool_calls")
+    for name, other_name in _MESSAGE_TEXTS.items():
+        given = name if message.get(name) is not None else other_name
+        if message.get(given) is not None:
+            read[name] = string()(message[given], f"{path}.{given}")
+    if calls is not None:
+        read["tool_calls"] = calls
     return read
+
+
+def _read_calls(message: Mapping[str, Any], path: str) -> list[dict[str, Any]] | None:
+    """Returns a message's calls; `function_call` is the old form of a single one."""
+    if message.get("tool_calls") is not None:
+        calls = array(_read_tool_call)(message["tool_calls"], f"{path}.tool_calls")
+        return list(calls)
+    if message.get("function_call") is not None:
+        function = _read_called_function(message["function_call"], f"{path}.function_call")
+        return [{"type": "function", "function": function}]
+    return None
 
 
 def _read_content(value: Any, path: str, role: str) -> str | list[dict[str, str]]:
@@ -203,15 +229,23 @@ def _read_content(value: Any, path: str, role: str) -> str | list[dict[str, str]
 
 def _read_tool_call(value: Any, path: str) -> dict[str, Any]:
     call = json_object(value, path)
-    function = json_object(call.get("function"), f"{path}.function")
-    name = string()(function.get("name"), f"{path}.function.name")
-    arguments = string()(function.get("arguments"), f"{path}.function.arguments")
-    try:
-        # Templates of model families print the arguments as JSON themselves.
-        parsed = json.loads(arguments)
-    except ValueError:
-        parsed = arguments
-    read = {"type": "function", "function": {"name": name, "arguments": parsed}}
+    if call.get("type") is not None:
+        one_of("function")(call["type"], f"{path}.type")
+    function = _read_called_function(call.get("function"), f"{path}.function")
+    read = {"type": "function", "function": function}
     if call.get("id") is not None:
         read["id"] = string()(call["id"], f"{path}.id")
     return read
+
+
+def _read_called_function(value: Any, path: str) -> dict[str, Any]:
+    function = json_object(value, path)
+    name = string()(function.get("name"), f"{path}.name")
+    arguments = string()(function.get("arguments"), f"{path}.arguments")
+    try:
+        # Templates of model families print the arguments as JSON themselves.
+        parsed = json.loads(arguments) if arguments.strip() else {}
+        refuse_surrogates(json.dumps(parsed, ensure_ascii=False), "arguments")
+    except (ValueError, RecursionError):
+        parsed = arguments
+    return {"name": name, "arguments": parsed if isinstance(parsed, dict) else arguments}

@@ -1,19 +1,19 @@
-"""The body of a completions request: its parameter table, and the forms a prompt can have."""
+"""The body of a completions request: its parameter table, and how it becomes options."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxinfer.config import ServerConfig
-from jaxinfer.server.errors import invalid, shown, unsupported
-from jaxinfer.server.fields import Field, anything, boolean, integer, read_object, refused
+from jaxinfer.server.constraints import RESPONSE_FORMAT
+from jaxinfer.server.errors import invalid
+from jaxinfer.server.fields import Field, boolean, integer, read_object, refused
 from jaxinfer.server.parameters import MAX_TOKENS, SHARED, GenerationOptions, generation_options
+from jaxinfer.server.prompts import Prompt, any_prompts, read_prompts
 
 DEFAULT_MAX_TOKENS = 16
-
-Prompt = str | tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -23,24 +23,27 @@ class CompletionRequest:
     Attributes:
       prompts: texts or token ids; choices are ordered by prompt, then by n.
       echo: the answer starts with the prompt.
+      num_best: of the n completions of a prompt, which the options tell, as many are the answer;
+        None for all.
+      logprobs: alternatives shown per token; None shows nothing.
     """
 
     options: GenerationOptions
     prompts: tuple[Prompt, ...]
     echo: bool
+    num_best: int | None = None
+    logprobs: int | None = None
 
 
 COMPLETIONS: Mapping[str, Field] = {
     **SHARED,
-    "prompt": Field(anything),
+    "prompt": Field(any_prompts),
     "max_tokens": Field(integer(0)),
     "echo": Field(boolean),
     "logprobs": Field(integer(0, 20)),
     "best_of": Field(integer(0, 20)),
     "suffix": refused("", because="needs a fill-in-the-middle model, which this one is not"),
-    "response_format": refused(
-        {"type": "text"}, because="needs constrained decoding, which this server does not offer yet"
-    ),
+    "response_format": RESPONSE_FORMAT,
 }
 
 
@@ -59,7 +62,7 @@ def parse_completion(
     values = read_object(body, COMPLETIONS, strict=config.strict_params)
     if "prompt" not in values:
         raise invalid("prompt", "prompt is required", "missing_required_parameter")
-    prompts = _read_prompts(values["prompt"], vocab_size)
+    prompts = read_prompts(values["prompt"], "prompt", vocab_size)
     if len(prompts) > config.max_prompts:
         message = f"prompt takes at most {config.max_prompts} prompts, got {len(prompts)}"
         raise invalid("prompt", message, "array_above_max_length")
@@ -78,48 +81,21 @@ def parse_completion(
         logprobs=logprobs,
         prompt_logprobs=logprobs if echo else None,
     )
-    _check_best_of(values.get("best_of"), options.params.n)
-    return CompletionRequest(options, prompts, echo)
-
-
-def _check_best_of(best_of: int | None, n: int) -> None:
+    best_of, n = values.get("best_of"), options.params.n
     if best_of is None or best_of == n:
-        return
+        return CompletionRequest(options, prompts, echo, None, logprobs)
+    return CompletionRequest(_best_of(best_of, options, config), prompts, echo, n, logprobs)
+
+
+def _best_of(best_of: int, options: GenerationOptions, config: ServerConfig) -> GenerationOptions:
+    """Returns the options of completions of which some are chosen."""
+    n = options.params.n
     if best_of < n:
         raise invalid("best_of", f"best_of must be at least n ({n}), got {best_of}")
-    raise unsupported("best_of", f"best_of above n is not supported (got {best_of}, n is {n})")
-
-
-def _read_prompts(value: Any, vocab_size: int) -> tuple[Prompt, ...]:
-    if isinstance(value, str):
-        return (_read_prompt(value, "prompt", vocab_size),)
-    if not isinstance(value, list):
-        message = f"prompt must be a string or an array, got {shown(value)}"
-        raise invalid("prompt", message, "invalid_type")
-    if not value:
-        raise invalid("prompt", "prompt must not be empty", "empty_array")
-    if isinstance(value[0], str | list):
-        kind = type(value[0])
-        for index, item in enumerate(value):
-            if type(item) is not kind:
-                message = f"prompt[{index}] has another type than prompt[0]; do not mix them"
-                raise invalid(f"prompt[{index}]", message, "invalid_type")
-        return tuple(
-            _read_prompt(item, f"prompt[{index}]", vocab_size) for index, item in enumerate(value)
-        )
-    return (_read_prompt(value, "prompt", vocab_size),)
-
-
-def _read_prompt(value: str | list[Any], path: str, vocab_size: int) -> Prompt:
-    if not value:
-        raise invalid("prompt", f"{path} must not be empty", "empty_array")
-    if isinstance(value, str):
-        return value
-    for index, token_id in enumerate(value):
-        if type(token_id) is not int:
-            message = f"{path}[{index}] must be a token id, got {shown(token_id)}"
-            raise invalid("prompt", message, "invalid_type")
-        if not 0 <= token_id < vocab_size:
-            message = f"{path}[{index}] is {shown(token_id)}, but ids end at {vocab_size - 1}"
-            raise invalid("prompt", message)
-    return tuple(value)
+    if best_of > config.max_n:
+        message = f"best_of must be at most {config.max_n}, got {best_of}"
+        raise invalid("best_of", message, "integer_above_max_value")
+    if options.stream:
+        raise invalid("best_of", f"best_of above n needs stream=false (got {best_of}, n is {n})")
+    params = replace(options.params, n=best_of, logprobs=options.params.logprobs or 0)
+    return replace(options, params=params)

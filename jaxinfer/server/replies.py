@@ -10,17 +10,16 @@ from contextlib import nullcontext
 
 from aiohttp import web
 
-from jaxinfer.outputs import OutputDelta, RequestOutput
-from jaxinfer.server.answers import Answer
+from jaxinfer.outputs import OutputDelta
+from jaxinfer.server.answers import Answer, WholeAnswer
 from jaxinfer.server.connection import connection_of
 from jaxinfer.server.errors import ApiError, internal
 from jaxinfer.server.events import Event, EventSource
-from jaxinfer.server.sse import PATIENCE_S, EventStream, dumps
+from jaxinfer.server.sse import PATIENCE_S, EventStream
 from jaxinfer.server.state import (
     CONFIG,
-    ENGINE,
-    LIFECYCLE,
     METRICS,
+    MODEL,
     REQUEST_ID,
     REQUEST_LOG,
 )
@@ -29,7 +28,7 @@ from jaxinfer.server.threads import in_thread
 _log = logging.getLogger(__name__)
 
 
-async def reply(request: web.Request, answer: Answer) -> web.StreamResponse:
+async def reply(request: web.Request, answer: WholeAnswer) -> web.StreamResponse:
     """Generates the answer and sends it.
 
     Raises:
@@ -37,75 +36,77 @@ async def reply(request: web.Request, answer: Answer) -> web.StreamResponse:
     """
     connection = connection_of(request)
     with nullcontext() if connection is None else connection.answering(request):
-        if answer.options.stream:
+        if isinstance(answer, Answer) and answer.options.stream:
             return await _stream(request, answer)
-        async with request.app[LIFECYCLE].running(request.app[CONFIG].request_timeout):
-            return await _whole(request, answer)
+        try:
+            async with request[MODEL].running(request.app[CONFIG].request_timeout):
+                return await _whole(request, answer)
+        except ApiError as error:
+            _note_failure(request, error)
+            raise
 
 
-def _events(request: web.Request, answer: Answer) -> EventSource:
+def _note_failure(request: web.Request, error: ApiError) -> None:
+    """Tells faults of ours from requests that were ended in the request's log line."""
+    if error.status == 500:
+        request[REQUEST_LOG]["finish_reason"] = "error"
+
+
+def _events(request: web.Request, answer: WholeAnswer) -> EventSource:
     """Returns the answer's events; usage, metrics and the log line see each of them."""
-    metrics = request.app[METRICS]
+    metrics, model = request.app[METRICS], request[MODEL]
     timers = [
-        metrics.generation(item.params, len(item.prompt_token_ids)) for item in answer.requests
+        metrics.generation(model.name, item.params, len(item.prompt_token_ids))
+        for item in answer.requests
     ]
     log = request[REQUEST_LOG]
     log["prompt_tokens"] = answer.usage.prompt_tokens
     log["finish_reason"] = "abort"
 
     def observe(prompt: int, delta: OutputDelta) -> None:
-        timers[prompt].observe(delta)
+        timer = timers[prompt]
+        timer.observe(delta)
         answer.usage.add(prompt, delta)
         log["completion_tokens"] = answer.usage.completion_tokens
+        if timer.first_token_s is not None and "ttft_s" not in log:
+            log["ttft_s"] = round(timer.first_token_s, 4)
         if delta.finish_reason is not None:
             log["finish_reason"] = delta.finish_reason
+            log["cached_tokens"] = answer.usage.cached_tokens
+            if timer.queue_s is not None and "queue_s" not in log:
+                log["queue_s"] = round(timer.queue_s, 4)
 
-    return EventSource(request.app[ENGINE], answer.requests, observe)
+    return EventSource(model.engine, answer.requests, observe, answer.most_at_once)
 
 
-async def _whole(request: web.Request, answer: Answer) -> web.Response:
-    outputs = [
-        RequestOutput.empty(item.request_id, None, item.prompt_token_ids, answer.n)
-        for item in answer.requests
-    ]
+async def _whole(request: web.Request, answer: WholeAnswer) -> web.Response:
     async with _events(request, answer) as events:
         while (event := await events.next()) is not None:
-            prompt, delta = event
-            outputs[prompt].extend(delta)
-
-    def body() -> str:
-        choices = [
-            answer.choice(prompt, completion, output.prompt_logprobs)
-            for prompt, output in enumerate(outputs)
-            for completion in output.outputs
-        ]
-        return dumps(answer.body(choices))
-
-    # Scores of a long prompt are thousands of entries.
-    is_large = answer.options.params.prompt_logprobs is not None
-    text = await in_thread(request, body) if is_large else body()
-    return web.Response(text=text, content_type="application/json")
+            answer.take(*event)
+    body = await in_thread(request, answer.text) if answer.is_large else answer.text()
+    return web.Response(text=body, content_type="application/json")
 
 
 async def _stream(request: web.Request, answer: Answer) -> web.StreamResponse:
-    stream = EventStream(request)
+    stream = EventStream(request, is_named=answer.names_events)
     try:
         async with (
-            request.app[LIFECYCLE].running(request.app[CONFIG].request_timeout),
+            request[MODEL].running(request.app[CONFIG].request_timeout),
             _events(request, answer) as events,
         ):
             await _send_all(stream, answer, events)
     except ConnectionError:
         _log.info("request %s: the client is gone", request[REQUEST_ID])
     except ApiError as error:
+        _note_failure(request, error)
         if not stream.is_open:
             raise
-        await stream.fail(error.body)
+        await stream.fail(answer.failure(error.body))
     except Exception:
         if not stream.is_open:
             raise
         _log.exception("request %s failed while streaming", request[REQUEST_ID])
-        await stream.fail(internal(request[REQUEST_ID]).body)
+        await stream.fail(answer.failure(internal(request[REQUEST_ID]).body))
     return stream.response
 
 
@@ -119,8 +120,8 @@ async def _send_all(stream: EventStream, answer: Answer, events: EventSource) ->
         for choice in answer.delta(*event):
             await stream.send(answer.chunk(choice))
         event = await _next_event(stream, events)
-    if answer.options.include_usage:
-        await stream.send(answer.usage_chunk())
+    for payload in answer.closing():
+        await stream.send(payload)
     await stream.finish()
 
 

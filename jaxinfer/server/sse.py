@@ -25,10 +25,16 @@ def dumps(payload: Any) -> str:
 
 
 class EventStream:
-    """A response of server-sent events."""
+    """A response of server-sent events.
 
-    def __init__(self, request: web.Request) -> None:
+    Args:
+      is_named: an `event:` line with the payload's `type` comes before each `data:` line, and the
+        end is not announced.
+    """
+
+    def __init__(self, request: web.Request, *, is_named: bool = False) -> None:
         self._request = request
+        self._is_named = is_named
         self._response = web.StreamResponse(
             headers={
                 "Content-Type": "text/event-stream; charset=utf-8",
@@ -56,7 +62,8 @@ class EventStream:
     async def send(self, payload: Any) -> None:
         """Sends one event."""
         self._idle_s = 0.0
-        await self._response.write(f"data: {dumps(payload)}\n\n".encode())
+        name = f"event: {payload['type']}\n" if self._is_named else ""
+        await self._response.write(f"{name}data: {dumps(payload)}\n\n".encode())
 
     async def idle(self) -> None:
         """Tells the client that the answer is still coming, if it is time to.
@@ -73,7 +80,8 @@ class EventStream:
 
     async def finish(self) -> None:
         """Ends a complete answer."""
-        await self._response.write(b"data: [DONE]\n\n")
+        if not self._is_named:
+            await self._response.write(b"data: [DONE]\n\n")
         await self._response.write_eof()
 
     async def fail(self, body: Any) -> None:

@@ -7,58 +7,97 @@ from typing import Any
 
 from aiohttp import web
 
+from jaxinfer.server.chat_prompt import prepare_chat
 from jaxinfer.server.errors import invalid, shown
-from jaxinfer.server.fields import Field, array, boolean, integer, read_object, string
-from jaxinfer.server.json_body import read_body
-from jaxinfer.server.served_model import served_name
+from jaxinfer.server.fields import Field, array, boolean, integer, read_object, refused, string
+from jaxinfer.server.protocol_chat import CHAT, ChatRequest, parse_chat
+from jaxinfer.server.routing import model_of, read_call
+from jaxinfer.server.served_model import ServedModel
 from jaxinfer.server.sse import dumps
-from jaxinfer.server.state import CONFIG, ENGINE, EXECUTOR, LIFECYCLE
+from jaxinfer.server.state import CONFIG
 from jaxinfer.server.threads import in_thread
 
-# vLLM's names, then llama.cpp's.
-_TOKENIZE = {
+_CHAT_NAMES = (
+    "messages",
+    "tools",
+    "chat_template_kwargs",
+    "add_generation_prompt",
+    "continue_final_message",
+    "add_special_tokens",
+)
+# vLLM's names, for texts and for chats, then llama.cpp's.
+TOKENIZE = {
     "model": Field(string()),
     "prompt": Field(string()),
-    "add_special_tokens": Field(boolean),
+    **{name: CHAT[name] for name in _CHAT_NAMES},
     "return_token_strs": Field(boolean),
     "content": Field(string()),
     "add_special": Field(boolean),
+    "parse_special": refused(True, because="must be true: texts of special tokens become those"),
     "with_pieces": Field(boolean),
 }
-_DETOKENIZE = {"model": Field(string()), "tokens": Field(array(integer(0)))}
+DETOKENIZE = {"model": Field(string()), "tokens": Field(array(integer(0)))}
 
 
 async def tokenize(request: web.Request) -> web.Response:
     """POST /tokenize: vLLM's request or llama.cpp's, answered with the union of their replies."""
-    values = await _read(request, _TOKENIZE)
-    engine = request.app[ENGINE]
-    text = values.get("prompt", values.get("content"))
-    if text is None:
-        raise invalid("prompt", "prompt is required", "missing_required_parameter")
+    config = request.app[CONFIG]
+
+    def parse(
+        body: Mapping[str, Any], model: ServedModel
+    ) -> tuple[dict[str, Any], ChatRequest | None]:
+        values = read_object(body, TOKENIZE, strict=config.strict_params)
+        if "messages" not in values:
+            return values, None
+        chat = {name: body[name] for name in _CHAT_NAMES if name in body}
+        return values, parse_chat(chat, defaults={}, vocab_size=model.vocab_size, config=config)
+
+    model, (values, chat) = await read_call(request, parse)
+    engine = model.engine
+    text: str = values.get("prompt", values.get("content", ""))
+    if ("prompt" in values or "content" in values) == (chat is not None):
+        message = "one of prompt and messages is required, and not both"
+        raise invalid("prompt", message, "missing_required_parameter")
     # Left to itself, vLLM adds special tokens and llama.cpp does not.
     default = values.get("add_special", "prompt" in values)
     adds_special_tokens = values.get("add_special_tokens", default)
-    ids = await in_thread(
-        request, lambda: engine.tokenizer.encode(text, add_special_tokens=adds_special_tokens)
-    )
+
+    def encode() -> list[int]:
+        if chat is not None:
+            return prepare_chat(engine.chat_template, engine.tokenizer, chat).ids
+        return engine.tokenizer.encode(text, add_special_tokens=adds_special_tokens)
+
+    ids = await in_thread(request, encode)
     reply: dict[str, Any] = {
         "tokens": ids,
         "count": len(ids),
         "max_model_len": engine.max_model_len,
     }
-    pieces = [engine.tokenizer.token_text(token_id) for token_id in ids]
     if values.get("return_token_strs", False):
-        reply["token_strs"] = pieces
+        reply["token_strs"] = [engine.tokenizer.token_text(token_id) for token_id in ids]
     if values.get("with_pieces", False):
-        named = zip(ids, pieces, strict=True)
-        reply["tokens"] = [{"id": token_id, "piece": piece} for token_id, piece in named]
+        reply["tokens"] = [
+            {"id": token_id, "piece": _piece(engine.tokenizer.token_bytes(token_id))}
+            for token_id in ids
+        ]
     return web.json_response(reply, dumps=dumps)
+
+
+def _piece(data: bytes) -> str | list[int]:
+    """Returns a token as llama.cpp does: bytes that are no whole characters as numbers."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return list(data)
 
 
 async def detokenize(request: web.Request) -> web.Response:
     """POST /detokenize: the text of token ids, under vLLM's name and llama.cpp's."""
-    values = await _read(request, _DETOKENIZE)
-    tokenizer = request.app[ENGINE].tokenizer
+    is_strict = request.app[CONFIG].strict_params
+    model, values = await read_call(
+        request, lambda body, _: read_object(body, DETOKENIZE, strict=is_strict)
+    )
+    tokenizer = model.engine.tokenizer
     ids = values.get("tokens")
     if ids is None:
         raise invalid("tokens", "tokens is required", "missing_required_parameter")
@@ -70,19 +109,7 @@ async def detokenize(request: web.Request) -> web.Response:
 
 
 async def tokenizer_info(request: web.Request) -> web.Response:
-    """GET /tokenizer_info: what a client needs to render chats itself."""
-    request.app[LIFECYCLE].check_ready()
-    tokenizer = request.app[ENGINE].tokenizer
+    """GET /tokenizer_info?model=NAME: what a client needs to render chats itself."""
+    tokenizer = model_of(request, request.query.get("model")).engine.tokenizer
     body = {**tokenizer.special_tokens, "chat_template": tokenizer.chat_template}
     return web.json_response(body, dumps=dumps)
-
-
-async def _read(request: web.Request, table: Mapping[str, Field]) -> dict[str, Any]:
-    app = request.app
-    app[LIFECYCLE].check_ready()
-    is_strict = app[CONFIG].strict_params
-    values = await read_body(
-        request, app[EXECUTOR], lambda body: read_object(body, table, strict=is_strict)
-    )
-    served_name(app, values.get("model"))
-    return values

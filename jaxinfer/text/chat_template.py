@@ -19,6 +19,9 @@ from jinja2.exceptions import SecurityError
 
 from jaxinfer.text.sandbox import LimitError, RefusalError, Sandbox
 from jaxinfer.text.tokenizer import Tokenizer
+from jaxinfer.text.tool_calls.formats import CallFormat, format_of
+from jaxinfer.text.tool_calls.parser import ReasoningTags
+from jaxinfer.text.tool_calls.teaching import AdaptedChat, ToolSupport, adapt, probe_tools
 
 RESERVED_KWARGS = frozenset(
     {
@@ -41,6 +44,8 @@ RESERVED_KWARGS = frozenset(
 )
 """Names that extra template variables may not have: they are arguments of rendering."""
 
+_REASONING_TAGS = (ReasoningTags("<think>", "</think>"), ReasoningTags("[THINK]", "[/THINK]"))
+
 _MAX_SOURCE_CHARS = 2**20
 # Follows the text to continue while rendering. The space tells whether the template trims.
 _END_MARK = "|end-of-the-text-to-continue| "
@@ -61,15 +66,24 @@ class TemplateError(ValueError):
 
 @dataclass(frozen=True)
 class _Template:
-    """A compiled template, and whether it shows content given as text and as a list of parts."""
+    """A compiled template, and whether it shows content given as text and as a list of parts.
+
+    Attributes:
+      calls: how it writes calls; None if that is not known here.
+    """
 
     compiled: jinja2.Template
     shows_text: bool
     shows_parts: bool
+    calls: CallFormat | None
 
 
 class ChatTemplate:
-    """Renders chats for one model; may be shared by threads."""
+    """Renders chats for one model; may be shared by threads.
+
+    Attributes:
+      reasoning: the tags the model puts around its reasoning, if it does.
+    """
 
     def __init__(
         self,
@@ -93,6 +107,9 @@ class ChatTemplate:
         self._unavailable: str | None = None
         by_name = {"default": source} if isinstance(source, str) else source
         self._templates = {name: self._compile(name, text) for name, text in by_name.items()}
+        self._support: dict[_Template, ToolSupport] = {}
+        texts = "".join(by_name.values())
+        self.reasoning = next((tags for tags in _REASONING_TAGS if tags.close in texts), None)
 
     @classmethod
     def from_tokenizer(cls, tokenizer: Tokenizer, override: str | None = None) -> ChatTemplate:
@@ -107,6 +124,15 @@ class ChatTemplate:
         Raises:
           TemplateError: there is no such template, or it is not valid.
         """
+        template = cls._of_tokenizer(tokenizer, override)
+        if template.reasoning is None:
+            # A template need not mention the tags of a model that opens them itself.
+            known = (tags for tags in _REASONING_TAGS if tokenizer.token_id(tags.close) is not None)
+            template.reasoning = next(known, None)
+        return template
+
+    @classmethod
+    def _of_tokenizer(cls, tokenizer: Tokenizer, override: str | None) -> ChatTemplate:
         if override is not None:
             return cls(_read(override), tokenizer.special_tokens, f"chat template {override}")
         origin = f"chat template of {tokenizer.origin}"
@@ -125,6 +151,36 @@ class ChatTemplate:
     def unavailable(self) -> str | None:
         """Why no chat can be rendered, or None."""
         return self._unavailable
+
+    def adapted(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> AdaptedChat:
+        """Returns a chat with tools so that the template shows all of it.
+
+        How the model writes calls is read off the template. One that does not list tools, or lists
+        them for calls of a kind unknown here, gets them in words, in the system message or, if it
+        shows none, in the user's first; one that does not show earlier calls and their results gets
+        them as texts.
+
+        Args:
+          messages: the chat, calls with their arguments as objects.
+          tools: tool descriptions in OpenAI's form, {"type": "function", "function": {...}}.
+
+        Raises:
+          TemplateError: there is no usable template.
+        """
+        template = self._select(tools)
+        if template.calls is None:
+            template = self._select(None)
+        return adapt(messages, tools, template.calls, lambda: self._support_of(template))
+
+    def _support_of(self, template: _Template) -> ToolSupport:
+        def render(messages: list[dict[str, Any]], **variables: Any) -> str:
+            chat = [_plain_message(message, template) for message in messages]
+            return self._probe(template.compiled, {"messages": chat, **variables})
+
+        # Tried when first needed; two threads find out the same.
+        if template not in self._support:
+            self._support[template] = probe_tools(render)
+        return self._support[template]
 
     def render(
         self,
@@ -151,8 +207,6 @@ class ChatTemplate:
         Raises:
           TemplateError: the template refuses the chat, fails, or exceeds the limits.
         """
-        if self._unavailable is not None:
-            raise TemplateError(self._unavailable)
         if add_generation_prompt and continue_final_message:
             raise TemplateError(
                 "add_generation_prompt and continue_final_message exclude each other: "
@@ -184,6 +238,8 @@ class ChatTemplate:
                 )
 
     def _select(self, tools: Sequence[Any] | None) -> _Template:
+        if self._unavailable is not None:
+            raise TemplateError(self._unavailable)
         name = "tool_use" if tools and "tool_use" in self._templates else "default"
         if name not in self._templates:
             raise TemplateError(
@@ -207,23 +263,26 @@ class ChatTemplate:
             raise TemplateError(f"{self._origin} ({name}): it cannot be compiled") from error
         first, second = _PROBE_WORDS
         parts = [{"type": "text", "text": word} for word in _PROBE_WORDS]
-        as_parts = self._probe(compiled, parts)
+        as_parts = self._probe_content(compiled, parts)
         return _Template(
             compiled,
-            shows_text=first in self._probe(compiled, first),
+            shows_text=first in self._probe_content(compiled, first),
             # A template that knows only text shows the list as Python writes it, or fails.
             shows_parts=first in as_parts and second in as_parts and "'type'" not in as_parts,
+            calls=format_of(source),
         )
 
-    def _probe(self, compiled: jinja2.Template, content: Any) -> str:
-        """Returns how the template renders one user message; nothing if it refuses to.
+    def _probe_content(self, compiled: jinja2.Template, content: Any) -> str:
+        return self._probe(compiled, {"messages": [{"role": "user", "content": content}]})
+
+    def _probe(self, compiled: jinja2.Template, variables: dict[str, Any]) -> str:
+        """Returns how the template renders something small; nothing if it refuses to.
 
         Raises:
           TemplateError: even that exceeds the limits, so the template is of no use.
         """
         try:
-            messages = [{"role": "user", "content": content}]
-            return self._render(compiled, {**self._special_tokens, "messages": messages})
+            return self._render(compiled, {**self._special_tokens, **variables})
         except TemplateError as error:
             if isinstance(error.__cause__, LimitError):
                 raise

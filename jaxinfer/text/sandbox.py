@@ -37,6 +37,7 @@ _ENTRY_CHARS = 8  # what an entry of a list is charged beside its content
 
 # Methods and filters whose cost cannot be told from the sizes of their arguments.
 _REFUSED_METHODS = frozenset({"encode", "maketrans", "to_bytes", "translate"})
+_OF_JINJA = ("_loop_vars", "_block_vars")
 _REFUSED_FILTERS = ("center", "pprint", "random", "striptags", "urlize", "wordwrap", "xmlattr")
 _REFUSED_GLOBALS = ("lipsum",)
 _PADDING_METHODS = frozenset({"center", "expandtabs", "ljust", "rjust", "zfill"})
@@ -176,7 +177,10 @@ class Sandbox(ImmutableSandboxedEnvironment):
                 [items] = args
                 return __self._join(items, owner)
             if name == "replace":
-                return __self._replace(owner, *args, **kwargs)
+                # Of a call within a loop that sets variables, the names it sets: jinja's, for
+                # functions that ask for a context.
+                given = {k: v for k, v in kwargs.items() if k not in _OF_JINJA}
+                return __self._replace(owner, *args, **given)
             if name in _PADDING_METHODS:
                 __self._spend_repeats(owner, _largest_int((args, kwargs)), "\t")
         return super().call(__context, __obj, *args, **kwargs)

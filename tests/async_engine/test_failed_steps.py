@@ -87,12 +87,12 @@ class TestFailedSteps:
         runner, dispatch = loaded.engine.runner, loaded.engine.runner.dispatch
         steps = iter(range(10_000))
 
-        def faulty(plan, wants_top):
+        def faulty(*step):
             if next(steps) in numbers:
                 for leaf in jax.tree.leaves(runner._state):
                     leaf.delete()
                 raise ArithmeticError("injected")
-            return dispatch(plan, wants_top)
+            return dispatch(*step)
 
         monkeypatch.setattr(runner, "dispatch", faulty)
 

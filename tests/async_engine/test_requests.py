@@ -9,7 +9,8 @@ import pytest
 from async_engine.clients import fold, request, until
 from tiny_engine import EOS, MAX_NUM_SEQS, MAX_OPEN
 
-from jaxinfer.async_engine import EngineDeadError, QueueFullError
+from jaxinfer.async_engine import AsyncEngine, EngineDeadError, QueueFullError
+from jaxinfer.config import EngineConfig
 from jaxinfer.delivery import Mailbox
 from jaxinfer.request import EngineRequest
 from jaxinfer.sampling_params import InvalidParameter, SamplingParams
@@ -115,10 +116,66 @@ class TestFullQueue:
             list(engine.stream([request()]))
         assert engine.state == "ready"
 
+    def test_room_can_be_asked_for_before_any_work(self, engine, gate):
+        for number in range(MAX_OPEN - 1):
+            engine.submit(request(f"r{number}"), print)
+        engine.check_room()
+        with pytest.raises(QueueFullError, match=f"the limit is {MAX_OPEN}"):
+            engine.check_room(2)
+        engine.submit(request("last"), print)
+        with pytest.raises(QueueFullError):
+            engine.check_room()
+
+    def test_prompt_tokens_that_wait_are_counted(self, loaded, gate):
+        engine = AsyncEngine.from_loaded(loaded, EngineConfig(max_queued_tokens=10))
+        arrived = []
+        long = tuple(range(20))
+        engine.submit(request("alone", long), arrived.extend)  # whatever its length
+        with pytest.raises(QueueFullError, match="20 prompt tokens are waiting; the limit is 10"):
+            engine.submit(request("more"), arrived.extend)
+        gate.set()
+        until(lambda: any(delta.finish_reason for delta in arrived))
+        gate.clear()
+        for number in range(3):
+            engine.submit(request(f"r{number}", (1, 2, 3)), arrived.extend)
+        with pytest.raises(QueueFullError, match="9 prompt tokens are waiting"):
+            engine.submit(request("excess", (1, 2)), arrived.extend)
+        engine.submit(request("fits", (1,)), arrived.extend)
+        gate.set()
+        engine.close(5.0)
+
+    def test_what_runs_no_longer_waits(self, loaded):
+        engine = AsyncEngine.from_loaded(loaded, EngineConfig(max_queued_tokens=3))
+        arrived = []
+        engine.submit(request("runs", max_tokens=100), arrived.extend)
+        until(lambda: arrived)
+        engine.submit(request("waits", max_tokens=1), arrived.extend)
+        engine.close(5.0)
+
+    def test_the_depth_of_the_queue(self, engine, gate):
+        assert engine.queue_depth == 0
+        for number in range(MAX_NUM_SEQS + 3):
+            engine.submit(request(f"r{number}", max_tokens=40), print)
+        assert engine.queue_depth == MAX_NUM_SEQS + 3
+        gate.set()
+        until(lambda: engine.queue_depth == 3)
+        until(lambda: engine.stats().num_running == 0)
+        assert engine.queue_depth == 0
+
     def test_room_comes_back(self, engine):
         for _ in range(3):
             requests = [request(f"r{i}") for i in range(MAX_OPEN)]
             assert len(list(engine.stream(requests))) >= len(requests)
+
+
+async def test_tokens_of_steps_are_counted(engine):
+    before = engine.step_tokens.total
+    await asyncio.gather(*(fold(engine, request(f"r{i}", (1,) * 30, 6)) for i in range(3)))
+    assert engine.step_tokens.total - before == 3 * (30 + 6)
+    bounds, counts = zip(*engine.step_tokens.cumulative(), strict=True)
+    assert bounds[:2] + bounds[-1:] == ("1", "8", "+Inf")
+    assert list(counts) == sorted(counts)
+    assert counts[-1] >= 6
 
 
 async def test_a_loop_is_woken_once_for_all_that_a_step_made(engine, gate, monkeypatch):

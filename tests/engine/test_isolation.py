@@ -81,7 +81,7 @@ class Faults:
         monkeypatch.setattr(runner, "dispatch", self._dispatch)
         monkeypatch.setattr(runner, "collect", self._collect)
 
-    def _dispatch(self, plan, wants_top):
+    def _dispatch(self, plan, wants_top, masks=None):
         fails = self.steps in self.accidents or any(
             row.start + row.num_tokens > self.culprits.get(row.sequence.seq_id, 10**9)
             for row in plan.rows
@@ -93,7 +93,7 @@ class Faults:
                     leaf.delete()
             self.raised += 1
             raise ArithmeticError(f"injected\nwith {SECRET}")
-        pending = self.dispatch(plan, wants_top)
+        pending = self.dispatch(plan, wants_top, masks)
         if fails:
             self.doomed.append(pending)
         return pending

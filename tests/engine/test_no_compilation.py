@@ -3,7 +3,9 @@
 import jax
 import numpy as np
 import pytest
+from engine.test_embeddings import embed
 
+from jaxinfer.grammar import Grammar
 from jaxinfer.sampling_params import SamplingParams
 
 _events: list[str] = []
@@ -37,6 +39,7 @@ def random_request(rng):
         **maybe("stop_token_ids", [5], list(range(12))),
         **maybe("ignore_eos", True),
         **maybe("min_tokens", max_tokens // 2),
+        **maybe("grammar", Grammar("json_object"), Grammar("regex", "[a-z]*"), None),
     }
     length = int(rng.choice([1, 2, 15, 16, 17, rng.integers(1, 240)]))
     return rng.integers(0, 256, length).tolist(), SamplingParams(**params)
@@ -50,6 +53,7 @@ def test_no_request_compiles_anything(make_engine, run, depth):
     _events.clear()
     for size in (1, 1, 2, 3, 4, 5, 12, 50):
         run(engine, [random_request(rng) for _ in range(size)])
+    embed(engine, [rng.integers(0, 256, length).tolist() for length in (1, 40)])
     growing = {"max_tokens": 60, "repetition_penalty": 1.1, "logprobs": 1, "ignore_eos": True}
     run(engine, [(rng.integers(0, 256, 40).tolist(), growing) for _ in range(4)])
     assert _events == []

@@ -1,4 +1,4 @@
-"""Writes oracle/<case>.npz: transformers' logits for every case of `oracle_cases`.
+"""Writes oracle/<case>.npz: transformers' logits and its last hidden state for every case.
 
 Run with the `[oracle]` extra installed: PYTHONPATH=.:tests python tests/models/make_oracle.py
 """
@@ -16,8 +16,11 @@ from transformers.models.gemma3 import modeling_gemma3
 ORACLE_DIR = Path(__file__).parent / "oracle"
 
 
-def oracle_logits(config):
-    """Returns float32 logits [T, V] of transformers' model for this `config.json`."""
+def oracle_outputs(config):
+    """Returns what transformers' model of this `config.json` computes, in float32.
+
+    That is logits [T, V], and the hidden state [D] of the last token after the final norm.
+    """
     # A copy: transformers writes into nested dictionaries.
     config = json.loads(json.dumps(config))
     hf = transformers.AutoConfig.for_model(**config)
@@ -33,7 +36,8 @@ def oracle_logits(config):
         cap = config.get("attn_logit_softcapping")
         modeling_gemma3.eager_attention_forward = partial(eager, softcap=cap)
         with torch.no_grad():
-            return model(torch.tensor([token_ids(config)])).logits[0].numpy()
+            output = model(torch.tensor([token_ids(config)]), output_hidden_states=True)
+            return output.logits[0].numpy(), output.hidden_states[-1][0, -1].numpy()
     finally:
         modeling_gemma3.eager_attention_forward = eager
 
@@ -43,8 +47,9 @@ def main():
     ORACLE_DIR.mkdir(exist_ok=True)
     for case in CASES:
         config = hf_config(case)
-        logits = oracle_logits(config)
-        np.savez(ORACLE_DIR / f"{case}.npz", logits=logits, config=json.dumps(config))
+        logits, hidden = oracle_outputs(config)
+        path = ORACLE_DIR / f"{case}.npz"
+        np.savez(path, logits=logits, hidden=hidden, config=json.dumps(config))
         print(f"{case}: logits within {np.abs(logits).max():.2f}")
 
 

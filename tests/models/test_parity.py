@@ -5,21 +5,26 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from engine.builders import assemble
 from models.conftest import PagedModel, load_model, make_context
 from models.oracle_cases import CASES, hf_config, token_ids
+
+from jaxinfer.models import load_model_module
+from jaxinfer.request import EMBEDDING, EngineRequest
 
 # float32 sums over at most 128 terms of order 1, through 3 layers and a head.
 TOLERANCE = 1e-4
 
 
 def read_oracle(case):
+    """The case's `config.json`, its logits, and the last hidden state of its last token."""
     with np.load(Path(__file__).parent / "oracle" / f"{case}.npz") as saved:
-        return json.loads(str(saved["config"])), saved["logits"]
+        return json.loads(str(saved["config"])), saved["logits"], saved["hidden"]
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_prefill_chunks_and_decode_equal_transformers(case):
-    config, expected = read_oracle(case)
+    config, expected, _ = read_oracle(case)
     assert config == hf_config(case), "the case changed: run make_oracle.py again"
     ids = token_ids(config)
     model = PagedModel(load_model(config, make_context()), num_seqs=3)
@@ -42,13 +47,29 @@ def test_prefill_chunks_and_decode_equal_transformers(case):
     np.testing.assert_allclose(np.concatenate(decoded), whole, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("case", ["llama", "gemma3_text"])
+def test_embeddings_are_transformers_last_hidden_states(case):
+    """Through the engine, in chunks."""
+    config, _, expected = read_oracle(case)
+    model = load_model(config, make_context())
+    groups = load_model_module(config["model_type"]).kv_groups(model.config)
+    engine = assemble(model, groups, exact=True, max_num_seqs=2, max_num_batched_tokens=16)
+    engine.add(EngineRequest("r", tuple(token_ids(config)), EMBEDDING, embeds=True))
+    deltas = []
+    while engine.has_work:
+        deltas += engine.step()
+    (delta,) = deltas
+    np.testing.assert_allclose(delta.hidden, expected, atol=TOLERANCE, rtol=0)
+
+
 @pytest.mark.oracle
 @pytest.mark.filterwarnings("default")  # torch's and transformers' own deprecations
 @pytest.mark.parametrize("case", CASES)
-def test_committed_logits_are_what_transformers_gives(case):
+def test_committed_values_are_what_transformers_gives(case):
     pytest.importorskip("torch", reason="needs the [oracle] extra")
     pytest.importorskip("transformers", reason="needs the [oracle] extra")
-    from models.make_oracle import oracle_logits
+    from models.make_oracle import oracle_outputs
 
-    config, expected = read_oracle(case)
-    np.testing.assert_allclose(oracle_logits(config), expected, atol=1e-5, rtol=0)
+    config, *expected = read_oracle(case)
+    for mine, theirs in zip(expected, oracle_outputs(config), strict=True):
+        np.testing.assert_allclose(theirs, mine, atol=1e-5, rtol=0)

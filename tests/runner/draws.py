@@ -45,15 +45,14 @@ def ints(values):
     return jnp.asarray(np.asarray(values, np.int64).astype(np.int32))
 
 
-def draw(raw, state, length=None, rows=None, target=None, wants_top=False):
+def draw(raw, state, length=None, rows=None, target=None, wants_top=False, masks=None):
     """One `sample` over the rows of `state`, as numpy."""
     raw = np.asarray(raw, np.float32)
     rows = np.arange(len(raw)) if rows is None else rows
     length = np.zeros(len(raw)) if length is None else length
     target = np.full(len(raw), -1) if target is None else target
-    sampled = run_sample(
-        jnp.asarray(raw), state, ints(rows), ints(length), ints(target), jnp.bool_(wants_top)
-    )
+    arguments = (ints(rows), ints(length), ints(target), jnp.bool_(wants_top))
+    sampled = run_sample(jnp.asarray(raw), state, *arguments, masks=masks)
     return jax.tree.map(np.asarray, sampled)
 
 

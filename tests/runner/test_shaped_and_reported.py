@@ -2,6 +2,7 @@
 
 import functools
 import math
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,9 @@ from runner.draws import (
 )
 
 from jaxinfer.runner.sampling import (
+    BANNED,
     Rows,
+    TokenMasks,
     choose,
 )
 
@@ -102,6 +105,57 @@ def test_stop_ids_wait_for_min_tokens(make_state, temperature, max_tokens):
 def test_a_stop_id_outside_the_vocabulary_bans_nothing(make_state):
     state = make_state([{"min_tokens": 5, "temperature": 0.0}], 30, None, 0, frozenset({30, 500}))
     assert draw(np.eye(30)[29:], state).token[0] == 29
+
+
+# Masks.
+
+
+def masks_of(allowed, vocab_size):
+    """A mask for each set of ids; None allows all."""
+    words = np.zeros((len(allowed), -(-vocab_size // 32)), np.uint32)
+    for row, ids in enumerate(allowed):
+        for token in range(vocab_size) if ids is None else ids:
+            words[row, token // 32] |= np.uint32(1 << token % 32)
+    return jnp.asarray(words)
+
+
+@pytest.mark.parametrize("vocab_size", [19, 64, 70])
+def test_a_mask_is_the_last_word(make_state, vocab_size):
+    """Rows go by the masks they name; what is allowed is shaped as it would be without."""
+    params = [{"logit_bias": {3: 50.0}, "min_tokens": 9}, {"repetition_penalty": 1.3}, {}]
+    state = make_state(params, vocab_size, [[1, 2, 3, 4]] * 3, 2, frozenset({0, 7, 18}))
+    logits, ids = normal((3, vocab_size), 1), ints(range(3))
+    rows, length = Rows.gather(state, ids), ints([4] * 3)
+    allowed = [{0, 3, vocab_size - 1}, None, {18}, {1}]
+    plain = np.asarray(run_shape(jnp.asarray(logits), rows, state.counts, ids, length))
+    masks = TokenMasks(masks_of(allowed, vocab_size), ints([2, 0, 1]), jnp.bool_(True))
+    shaped = np.asarray(run_shape(jnp.asarray(logits), rows, state.counts, ids, length, masks))
+    for row, mask in enumerate([2, 0, 1]):
+        kept = sorted(range(vocab_size) if allowed[mask] is None else allowed[mask])
+        banned = np.setdiff1d(np.arange(vocab_size), kept)
+        assert np.array_equal(shaped[row, kept], plain[row, kept])
+        assert np.all(shaped[row, banned] == BANNED)
+    none = replace(masks, words=jnp.zeros_like(masks.words), are_given=jnp.bool_(False))
+    assert np.array_equal(
+        run_shape(jnp.asarray(logits), rows, state.counts, ids, length, none), plain
+    )
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 2.0])
+def test_only_what_a_mask_allows_is_drawn(make_state, temperature):
+    """Also where every row wants its best token, and the best ones are banned."""
+    vocab_size, allowed = 70, [{5}, {9, 40, 69}, {0, 1}, None]
+    state = make_state([{"temperature": temperature, "seed": row} for row in range(4)], vocab_size)
+    logits = normal((4, vocab_size), 2, scale=1.0)
+    logits[:, 30] = 40.0
+    masks = TokenMasks(masks_of(allowed, vocab_size), ints(range(4)), jnp.bool_(True))
+    for length in range(50):
+        sampled = draw(logits, state, [length] * 4, masks=masks)
+        for token, ids in zip(sampled.token.tolist(), allowed, strict=True):
+            assert token in ids if ids is not None else token == 30
+        raw = logits - np.log(np.exp(logits.astype(np.float64)).sum(1, keepdims=True))
+        expected = np.take_along_axis(raw, sampled.token[:, None], 1)[:, 0]
+        np.testing.assert_allclose(sampled.logprob, expected, atol=1e-3)
 
 
 # Extremes.
@@ -220,6 +274,7 @@ def test_reported_logprobs_are_of_the_raw_logits(make_state, vocab_size):
     for row in range(4):
         assert sampled.logprob[row] == pytest.approx(expected[row, sampled.token[row]], abs=2e-6)
         best = np.argsort(-raw[row], kind="stable")[:count]
+        assert sampled.rank[row] == 1 + np.sum(raw[row] > raw[row, sampled.token[row]])
         assert sampled.top_ids[row, :count].tolist() == best.tolist()
         np.testing.assert_allclose(
             sampled.top_logprobs[row, :count], expected[row, best], atol=2e-6
@@ -228,6 +283,7 @@ def test_reported_logprobs_are_of_the_raw_logits(make_state, vocab_size):
     without = draw(raw, state, [1] * 4, wants_top=False)
     assert np.array_equal(without.logprob, sampled.logprob)
     assert np.array_equal(without.token, sampled.token)
+    assert not np.any(without.rank)
 
 
 def test_equal_logits_are_reported_by_lowest_id():

@@ -10,6 +10,7 @@ from server.fake_engine import FakeAsyncEngine, Server, until
 from jaxinfer.config import ServerConfig
 from jaxinfer.server.app import make_app
 from jaxinfer.server.connection import listen
+from jaxinfer.server.state import LIFECYCLE
 
 
 @pytest.fixture
@@ -19,21 +20,27 @@ async def engine():
 
 @pytest.fixture
 async def start(engine):
-    """Returns a function that starts a server in front of `engine` with some settings."""
+    """Returns a function that starts a server with some settings.
+
+    It is in front of `engine` if it is not given other models.
+    """
     async with contextlib.AsyncExitStack() as stack:
 
-        async def go(wait=True, **settings):
-            app = make_app(engine, ServerConfig(**settings))
+        async def go(wait=True, models=None, options=None, **settings):
+            app = make_app(models or engine, ServerConfig(**settings))
             runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
-            listener = await listen(runner, "127.0.0.1", 0, access_log=None)
+            options = {"access_log": None, **(options or {})}
+            listener = await listen(runner, "127.0.0.1", 0, **options)
             await runner.setup()
             await listener.start_serving()
             stack.push_async_callback(runner.cleanup)
             stack.callback(listener.close)
             session = await stack.enter_async_context(aiohttp.ClientSession())
             if wait:
-                await until(lambda: engine.state != "loading")
-            return Server(app, listener.sockets[0].getsockname()[1], session)
+                await until(lambda: not app[LIFECYCLE].is_starting)
+            server = Server(app, listener.sockets[0].getsockname()[1], session)
+            server.listener = listener.sockets[0]
+            return server
 
         yield go
 

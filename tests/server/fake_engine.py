@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from array import array
 
 from jaxinfer.async_engine import AsyncEngine, EngineDeadError, EngineStats, QueueFullError
 from jaxinfer.config import EngineConfig
@@ -22,18 +23,21 @@ class FakeAsyncEngine(AsyncEngine):
 
     Attributes a test may set: `text`; `gate`, which holds every token back while clear; `fault`,
     an exception raised or a finish reason sent after `fault_after` tokens; `refusal`, what
-    `check` raises; `load_error`; `num_cached`, tokens of each prompt found in the prefix cache.
+    `check` raises; `load_error`; `num_cached`, tokens of each prompt found in the prefix cache;
+    `times`, what every completion takes; `most_running`, beyond which requests are refused. Of
+    prompts to embed it reports their first two ids.
     """
 
     # These are properties of the real engine, which reads them from the loaded model.
     model_name = tokenizer = chat_template = default_params = max_model_len = vocab_size = None
     settings = None
 
-    def __init__(self, max_model_len=256):
-        super().__init__(EngineConfig())
+    def __init__(self, max_model_len=256, name="tiny"):
+        # A model that is nowhere: nothing shall be fetched to see how large it is.
+        super().__init__(EngineConfig(model="no-such-model"))
         self.tokenizer = byte_tokenizer(TEMPLATE)
         self.chat_template = ChatTemplate.from_tokenizer(self.tokenizer)
-        self.model_name = "tiny"
+        self.model_name = name
         self.max_model_len = max_model_len
         self.vocab_size = 320
         self.default_params = {}
@@ -53,7 +57,13 @@ class FakeAsyncEngine(AsyncEngine):
         self.finished = {}
         self.totals = [0, 0]
         self.num_cached = 0
+        self.times = None
         self.num_clears = 0
+        self.most_running = None
+
+    def check_room(self, num_sequences=1, num_prompt_tokens=0):
+        if self.most_running is not None and len(self.running) >= self.most_running:
+            raise QueueFullError(f"{len(self.running)} are running")
 
     def clear_prefix_cache(self):
         self.num_clears += 1
@@ -72,6 +82,9 @@ class FakeAsyncEngine(AsyncEngine):
     async def shutdown(self, timeout=0.0):
         self.state = "dead"
 
+    def free(self):
+        """Nothing: collecting garbage would find what other tests left."""
+
     def stats(self):
         if self.state == "loading":
             raise EngineDeadError("loading")
@@ -86,6 +99,9 @@ class FakeAsyncEngine(AsyncEngine):
     async def generate(self, request):
         if isinstance(self.fault, QueueFullError):
             raise self.fault
+        if self.state != "ready":
+            raise EngineDeadError(f"the engine is {self.state}")
+        self.check_room()
         self.requests.append(request)
         self.running[request.request_id] = request
         self.totals[0] += request.params.n * len(request.prompt_token_ids)
@@ -130,6 +146,7 @@ class _Row:
     def __init__(self, engine, request, index):
         self.request, self.index, self.params = request, index, request.params
         self.num_cached = 0 if index else engine.num_cached
+        self.times = engine.times
         self.tokens = iter([*engine.text.encode(), EOS])
         if self.params.ignore_eos:
             self.tokens = iter(engine.text.encode() * 1000)
@@ -157,6 +174,8 @@ class _Row:
             finish_reason="length",
             prompt_logprobs=self._prompt_logprobs(),
             num_cached_tokens=self.num_cached,
+            times=self.times,
+            hidden=array("f", self.request.prompt_token_ids[:2]) if self.request.embeds else None,
         )
 
     def step(self):
@@ -184,6 +203,7 @@ class _Row:
             stop_reason=stop_reason,
             prompt_logprobs=self._prompt_logprobs(),
             num_cached_tokens=self.num_cached,
+            times=None if finish is None else self.times,
         )
 
 

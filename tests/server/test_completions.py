@@ -183,6 +183,7 @@ async def test_tokenizing_over_http(server):
     ):
         status, reply, _ = await server.post(path, body)
         assert (status, reply["error"]["type"]) == (400, "invalid_request_error")
-    _, reply, _ = await server.get("/tokenizer_info")
+    status, reply, _ = await server.get("/tokenizer_info")
+    assert status == 200
     assert (reply["bos_token"], reply["eos_token"]) == ("<s>", "</s>")
     assert "messages" in reply["chat_template"]

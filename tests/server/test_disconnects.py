@@ -1,11 +1,16 @@
 """A client that goes away ends its generation; one that only stops sending does not."""
 
 import asyncio
+import json
+import random
 import socket
 import struct
+import time
 
 import pytest
 from server.fake_engine import chat, until
+from tiny_engine import shared
+from tiny_server import tiny_server
 
 COMPLETIONS = "/v1/completions"
 
@@ -111,3 +116,47 @@ async def test_an_aborted_request_is_logged_without_a_traceback(server, engine, 
     await until(lambda: "499" in caplog.text)
     assert "Traceback" not in caplog.text
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+LONG = {"prompt": "x" * 60, "max_tokens": 60, "ignore_eos": True, "temperature": 0}
+KINDS = {
+    "whole": LONG,
+    "stream": {**LONG, "stream": True},
+    "three streamed": {**LONG, "n": 3, "stream": True},
+    "batch": {**LONG, "prompt": ["x" * 30, "y" * 60], "max_tokens": 40},
+    "scoring": {**LONG, "echo": True, "logprobs": 2, "max_tokens": 1},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("leave", [close, reset])
+@pytest.mark.parametrize("name", KINDS)
+async def test_leaving_at_any_moment_frees_the_pages_within_a_second(monkeypatch, name, leave):
+    draw = random.Random(name)
+    data = json.dumps(KINDS[name]).encode()
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
+    async with tiny_server(monkeypatch) as server:
+        stats = shared().engine.stats
+        port = int(server.url.rsplit(":", 1)[1])
+        used = []
+
+        async def ask(seconds):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(head.encode() + data)
+            if seconds is None:
+                assert await reader.read(12) == b"HTTP/1.1 200"
+                writer.write_eof()
+                await reader.read()
+            else:
+                await asyncio.sleep(seconds)
+            used.append(stats().num_pages - stats().num_free_pages)
+            leave(writer)
+            await until(lambda: stats().num_running + stats().num_waiting == 0, timeout_s=1.0)
+            await until(lambda: stats().num_free_pages == stats().num_pages, timeout_s=1.0)
+
+        began = time.monotonic()
+        await ask(None)
+        whole_s = time.monotonic() - began
+        for moment in [0.0, *(draw.uniform(0, whole_s) for _ in range(9))]:
+            await ask(moment)
+        assert max(used) > 0 or name == "scoring"

@@ -185,12 +185,11 @@ async def test_a_slow_template_times_out_and_blocks_nobody(server, engine, monke
     monkeypatch.setattr("jaxinfer.server.threads.TIMEOUT_S", 0.1)
     import time
 
-    class Slow:
-        def render(self, messages, **options):
-            time.sleep(0.4)
-            raise TemplateError("too late")
+    def render(self, messages, **options):
+        time.sleep(0.4)
+        raise TemplateError("too late")
 
-    engine.chat_template = Slow()
+    monkeypatch.setattr(ChatTemplate, "render", render)
     request = asyncio.create_task(server.post(CHAT, chat()))
     await asyncio.sleep(0.02)
     async with asyncio.timeout(0.1):

@@ -321,3 +321,8 @@ def test_a_stuck_rendering_does_not_hold_up_others(short_timeout):
     for thread in threads:
         thread.join(timeout=10)
         assert not thread.is_alive()
+
+
+def test_text_is_replaced_in_a_loop_that_sets_variables():
+    source = "{% for m in messages %}{% set x = m.content.replace('a', 'b') %}{{ x }}{% endfor %}"
+    assert ChatTemplate(source).render([{"role": "user", "content": "banana"}]) == "bbnbnb"
