@@ -185,7 +185,7 @@ def bad_requests() -> list[BadRequest]:
             ("prompt", [5] * MAX_MODEL_LEN, 400, "context_length_exceeded"),
             ("prompt", "too long " * MAX_MODEL_LEN, 400, "context_length_exceeded"),
             ("stream_options", {"include_usage": True}, 400, "invalid_value"),
-            ("best_of", 3, 400, "unsupported_parameter"),
+            ("suffix", "the end", 400, "unsupported_parameter"),
             ("suffix", "x", 400, "unsupported_parameter"),
             ("model", "gpt-4", 404, "model_not_found"),
         )

@@ -22,7 +22,7 @@ def refusal(*flags, **environment):
     assert result.returncode in (1, 2), result.stderr
     assert "Traceback" not in result.stderr
     assert result.stdout == ""
-    shown = ("INFO jaxinfer: listening", "Loading weights: ")
+    shown = ("INFO jaxinfer: listening", "lifecycle: loading model", "Loading weights: ")
     lines = [
         line for line in result.stderr.splitlines() if line and not any(map(line.count, shown))
     ]

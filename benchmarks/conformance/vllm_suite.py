@@ -60,6 +60,8 @@ def main() -> int:
     folder = args.scratch / "vllm_tests"
     lay_out(args.source, folder)
     flags = ["--model", args.model, "--max-model-len", "8192", "--max-num-seqs", "32"]
+    # Tools without a limit would be called with arguments that fill the context.
+    flags += ["--default-max-tokens", "512"]
     for name in NAMES:
         flags += ["--served-model-name", name]
     with (

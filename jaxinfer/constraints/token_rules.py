@@ -37,7 +37,8 @@ class TokenRules:
         min_tokens: int = 0,
         grammar: TokenMatcher | None = None,
     ) -> None:
-        words = [tuple(word) for word in words]
+        # A tokenizer may know ids that the model does not.
+        words = [tuple(word) for word in words if max(word) < vocab_size]
         single = [word[0] for word in words if len(word) == 1]
         self._mask = ~_bits(single, vocab_size)
         if allowed is not None:

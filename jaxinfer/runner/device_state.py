@@ -9,10 +9,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Compiled
+from jaxtyping import Array, Int32
 
 from jaxinfer.runner.kv_cache import CacheSpec
 from jaxinfer.runner.programs import DeviceState
-from jaxinfer.runner.row_state import empty_row_state
+from jaxinfer.runner.row_state import RowReset, RowState, empty_row_state, reset_row
 from kernels.lazy_zeros import lazy_zeros
 from kernels.paged_attention import kv_partition
 
@@ -88,3 +89,13 @@ class StateSpec:
             out_shardings=self.shardings.kv,
         )
         return make_kv.lower().compile()
+
+
+def reset_row_and_pages(
+    rows: RowState,
+    page_table: Int32[Array, "C R M"],
+    reset: RowReset,
+    pages: Int32[Array, "C M"],
+) -> tuple[RowState, Int32[Array, "C R M"]]:
+    """Rebuilds one row for a sequence that holds `pages`; traced."""
+    return reset_row(rows, reset), page_table.at[:, reset.row].set(pages)

@@ -8,29 +8,24 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
 from jax.stages import Compiled, Lowered
-from jaxtyping import Array, Int32
 
 from jaxinfer.runner import host_memory
 from jaxinfer.runner.buckets import Ladders, make_ladders
 from jaxinfer.runner.compile_watch import CompileWatch
-from jaxinfer.runner.device_state import StateSpec
+from jaxinfer.runner.device_state import StateSpec, reset_row_and_pages
 from jaxinfer.runner.inputs import StepBuffer, logit_rows
 from jaxinfer.runner.masks import MaskBuffers
 from jaxinfer.runner.output_reader import Entry, OutputReader, RowResult
 from jaxinfer.runner.program_store import ProgramStore
 from jaxinfer.runner.programs import DeviceState, ModelPrograms, StepOutput
-from jaxinfer.runner.row_state import (
-    RowReset,
-    RowState,
-    make_row_reset,
-    reset_row,
-)
+from jaxinfer.runner.row_state import RowReset, make_row_reset
 from jaxinfer.runner.runner_config import RunnerConfig
 from jaxinfer.runner.step_programs import StepProgram, step_programs
 from jaxinfer.sampling_params import SamplingParams
@@ -100,17 +95,22 @@ class ModelRunner:
         def merge(params: tuple[jax.Array, ...]) -> Any:
             return nnx.merge(graphdef, jax.tree.unflatten(treedef, params))
 
-        programs = ModelPrograms(
+        self._bodies = ModelPrograms(
             merge, config.cache.page_size, LOGIT_BLOCK[self.platform], vocab_size
         )
-        self._programs = step_programs(config, self.ladders, programs)
         self._executables: dict[tuple[str, int], Compiled] = {}
         self._buffers: dict[tuple[str, int], StepBuffer] = {}
-        self._masks = MaskBuffers(config.max_num_seqs, vocab_size, self._spec.replicated)
+        # A step may be wider than what runs.
+        most_rows = max(config.max_num_seqs, *self.ladders.decode)
+        self._masks = MaskBuffers(most_rows, vocab_size, self._spec.replicated)
         self._state: DeviceState
         self._state_lock = threading.Lock()  # programs are first run by several threads
 
     # Start-up.
+
+    @cached_property
+    def _programs(self) -> dict[tuple[str, int], StepProgram]:
+        return step_programs(self.config, self.ladders, self._bodies)
 
     def compile(
         self,
@@ -141,7 +141,7 @@ class ModelRunner:
         )
         shardings = (self._spec.shardings.rows, self._spec.shardings.page_table)
         self._reset_row = (
-            jax.jit(_reset_row, donate_argnums=(0, 1), out_shardings=shardings)
+            jax.jit(reset_row_and_pages, donate_argnums=(0, 1), out_shardings=shardings)
             .lower(state.rows, state.page_table, reset, pages)
             .compile()
         )
@@ -393,15 +393,6 @@ class ModelRunner:
                 result.finite &= all(map(math.isfinite, result.hidden))
             results.append(result)
         return results
-
-
-def _reset_row(
-    rows: RowState,
-    page_table: Int32[Array, "C R M"],
-    reset: RowReset,
-    pages: Int32[Array, "C M"],
-) -> tuple[RowState, Int32[Array, "C R M"]]:
-    return reset_row(rows, reset), page_table.at[:, reset.row].set(pages)
 
 
 def _abstract(array: jax.Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

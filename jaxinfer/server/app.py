@@ -82,6 +82,9 @@ def _add_routes(router: web.UrlDispatcher) -> None:
         router.add_post(f"{prefix}/completions", handlers.completions)
         router.add_post(f"{prefix}/responses", responses.responses)
         router.add_post(f"{prefix}/embeddings", embeddings.embeddings)
+        router.add_post(f"{prefix}/tokenize", tokenizer_api.tokenize)
+        router.add_post(f"{prefix}/detokenize", tokenizer_api.detokenize)
+        router.add_get(f"{prefix}/tokenizer_info", tokenizer_api.tokenizer_info)
         router.add_post(f"{prefix}/reset_prefix_cache", info.reset_prefix_cache)
         router.add_get(f"{prefix}/models", models_api.list_models)
         router.add_post(f"{prefix}/models/load", models_api.load_model)
@@ -95,9 +98,6 @@ def _add_routes(router: web.UrlDispatcher) -> None:
     router.add_get("/version", info.version)
     router.add_get("/metrics", info.metrics)
     router.add_get("/openapi.json", openapi.openapi)
-    router.add_post("/tokenize", tokenizer_api.tokenize)
-    router.add_post("/detokenize", tokenizer_api.detokenize)
-    router.add_get("/tokenizer_info", tokenizer_api.tokenizer_info)
 
 
 async def _threads(app: web.Application) -> AsyncIterator[None]:

@@ -171,6 +171,7 @@ async def embeddings(request: web.Request) -> web.StreamResponse:
         return parse_embeddings(body, vocab_size=model.vocab_size, config=config)
 
     model, call = await read_call(request, parse)
+    model.check_room()
     requests = await in_thread(request, lambda: _admit(request[REQUEST_ID], model, call))
     most = max(1, min(_MOST_AT_ONCE, model.engine.config.max_queued_requests // 2))
     return await reply(request, EmbeddingAnswer(call.model or model.name, call, requests, most))

@@ -29,6 +29,7 @@ _CLIENT_GONE = 499
 READY_PATHS = ("/health", "/health/ready", "/ready", "/readyz", "/ping")
 LIVE_PATHS = ("/health/live", "/healthz", "/livez")
 _OPEN_ROUTES = frozenset({*READY_PATHS, *LIVE_PATHS}) | page.PATHS
+_QUIET_METHODS = ("GET", "HEAD", "OPTIONS")
 _CODES = {413: "request_too_large"}
 
 
@@ -56,7 +57,7 @@ async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
             if status == 429:
                 metrics.rejections(model.name, "queue_full")
         log.update(route=route, status=status, e2e_s=round(seconds, 4), client=request.remote)
-        level = logging.DEBUG if request.method in ("GET", "HEAD") else logging.INFO
+        level = logging.DEBUG if request.method in _QUIET_METHODS else logging.INFO
         # What collects logs takes the fields as they are, people read them as one JSON object.
         _access_log.log(level, "%s", _Json(log), extra={"fields": log})
 

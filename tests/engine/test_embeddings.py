@@ -70,6 +70,11 @@ def test_e1_beside_decodes_and_they_beside_it(make_engine, run, prompts, prompt,
         assert mine.outputs[0].token_ids == expected.outputs[0].token_ids
 
 
+def test_e1_tensor_parallel(make_engine, prompts):
+    two = embed(make_engine(tensor_parallel=2), prompts)
+    np.testing.assert_allclose(two, embed(make_engine(), prompts), atol=1e-4)
+
+
 def test_deterministic_engines_give_the_same_bits(prompts):
     engine = deterministic_engine("bfloat16")
     alone = embed(fresh(engine), prompts, together=False)

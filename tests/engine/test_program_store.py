@@ -66,7 +66,7 @@ def forbid_tracing(monkeypatch):
     def lower(*_):
         raise AssertionError("a program that is there was traced")
 
-    monkeypatch.setattr(ModelRunner, "_lower", lower)
+    monkeypatch.setattr(ModelRunner, "lower", lower)
 
 
 def test_a_second_start_traces_nothing_and_answers_the_same(cache, first, monkeypatch):
@@ -92,8 +92,8 @@ def test_what_is_damaged_is_compiled_again(cache, first, damage, monkeypatch, ca
         data = b"a pickle of nothing"
         path.write_bytes(program_store._checksum(data) + b"\n" + data)
     lowered = []
-    lower = ModelRunner._lower
-    monkeypatch.setattr(ModelRunner, "_lower", lambda *args: lowered.append(args) or lower(*args))
+    lower = ModelRunner.lower
+    monkeypatch.setattr(ModelRunner, "lower", lambda *args: lowered.append(args) or lower(*args))
     assert answer(start()) == first
     assert len(lowered) == 1
     assert str(path) in caplog.text

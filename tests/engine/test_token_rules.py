@@ -39,6 +39,12 @@ def test_masks_follow_what_was_sampled():
     assert not rules.is_complete
 
 
+def test_words_with_tokens_the_model_lacks_are_never_written():
+    rules = TokenRules([1, 2], [(VOCAB_SIZE,), (1, 5000)], VOCAB_SIZE)
+    rules.advance(1)
+    assert mask_of(rules) == [1, 2]
+
+
 def test_nothing_left_is_a_failure_and_no_free_choice():
     only_stop = TokenRules([7, EOS], [(7,)], VOCAB_SIZE, stop_ids=[EOS], min_tokens=2)
     with pytest.raises(GrammarFailure, match="leave no token"):
