@@ -3,7 +3,7 @@
 Gate: no server error, no reply that the document does not allow, and no request accepted that the
 document forbids. The model should be tiny: thousands of requests are made.
 
-    python -m venv V; V/bin/pip install schemathesis openapi-spec-validator
+    python3.12 -m venv V; V/bin/pip install schemathesis openapi-spec-validator
     V/bin/python benchmarks/conformance/fuzz.py --url http://127.0.0.1:8080 --scratch FOLDER
 """
 
@@ -37,7 +37,11 @@ def run(cli: str, url: str, seed: int, max_examples: int, report: Path) -> int:
         "--exclude-path-regex", LEFT_OUT, "--no-color", "--warnings", "off", "--workers", "4",
     ]  # fmt: skip
     with report.open("wb") as out:
-        return subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, check=False).returncode
+        # It keeps caches where it runs.
+        done = subprocess.run(
+            command, stdout=out, stderr=subprocess.STDOUT, cwd=report.parent, check=False
+        )
+    return done.returncode
 
 
 def summary(report: Path) -> dict[str, str]:
@@ -64,6 +68,7 @@ def main() -> int:
     faults = [str(error.message) for error in OpenAPIV31SpecValidator(document).iter_errors()]
     print(f"the document: {len(document['paths'])} paths, {faults or 'valid OpenAPI 3.1'}")
     cli = str(Path(sys.executable).with_name("schemathesis"))
+    args.scratch = args.scratch.resolve()
     args.scratch.mkdir(parents=True, exist_ok=True)
     results = {}
     for seed in args.seeds.split(","):
