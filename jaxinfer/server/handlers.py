@@ -11,12 +11,12 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 
-from jaxinfer.async_engine import AsyncEngine, EngineRequest
+from jaxinfer.async_engine import AsyncEngine, EngineRequest, QueueFullError
 from jaxinfer.sampling_params import InvalidParameter
 from jaxinfer.server.chat_answer import ChatAnswer
 from jaxinfer.server.chat_prompt import prepare_chat
 from jaxinfer.server.completion_answer import CompletionAnswer
-from jaxinfer.server.errors import invalid
+from jaxinfer.server.errors import invalid, queue_full
 from jaxinfer.server.parameters import GenerationOptions, fit_to_context
 from jaxinfer.server.protocol_chat import ChatRequest, parse_chat
 from jaxinfer.server.protocol_completions import CompletionRequest, parse_completion
@@ -63,18 +63,15 @@ async def chat_answer(
         request, lambda: prepare_chat(engine.chat_template, engine.tokenizer, call)
     )
     _log_prompts(request, [message.get("content") for message in call.messages])
+    options = replace(call.options, params=prompt.params)
+    prompts = [_cut(engine, call.options, prompt.ids)]
+    default = request.app[CONFIG].default_max_tokens
     return make(
         model=call.options.model or model.name,
         fingerprint=model.fingerprint,
         tokenizer=engine.tokenizer,
         options=call.options,
-        requests=_admit(
-            request,
-            replace(call.options, params=prompt.params),
-            [_cut(engine, call.options, prompt.ids)],
-            "messages",
-            request.app[CONFIG].default_max_tokens,
-        ),
+        requests=await _admit(request, options, prompts, "messages", default),
         syntax=prompt.syntax,
         is_legacy=call.tools is not None and call.tools.is_legacy,
         includes_reasoning=call.includes_reasoning,
@@ -100,7 +97,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
         fingerprint=model.fingerprint,
         tokenizer=engine.tokenizer,
         options=call.options,
-        requests=_admit(request, call.options, prompts, "prompt", None),
+        requests=await _admit(request, call.options, prompts, "prompt", None),
         echoes=echoes,
         num_best=call.num_best,
         logprobs=call.logprobs,
@@ -146,7 +143,7 @@ def _cut(
     return options.truncation.cut(prompt_ids, engine.max_model_len - generates)
 
 
-def _admit(
+async def _admit(
     request: web.Request,
     options: GenerationOptions,
     prompts: Sequence[Sequence[int]],
@@ -177,9 +174,17 @@ def _admit(
             cache_salt=options.cache_salt,
             arrival_time=time.monotonic(),
         )
-        try:
-            engine.check(admitted)
-        except InvalidParameter as error:
-            raise invalid(error.param, str(error), error.code) from None
         requests.append(admitted)
+    # Off the event loop: a grammar may take seconds to compile, or to be refused.
+    await in_thread(request, lambda: _check(engine, requests))
     return requests
+
+
+def _check(engine: AsyncEngine, requests: Sequence[EngineRequest]) -> None:
+    try:
+        for request in requests:
+            engine.check(request)
+    except InvalidParameter as error:
+        raise invalid(error.param, str(error), error.code) from None
+    except QueueFullError as error:  # too many other grammars are being compiled
+        raise queue_full(str(error)) from None

@@ -1,12 +1,14 @@
 """What an answer must match: every name for it, and that it is refused before anything is sent."""
 
 import json
+import threading
 
 import aiohttp
 import pytest
 from server.fake_engine import chat
 from tiny_server import tiny_server
 
+from jaxinfer.async_engine import QueueFullError
 from jaxinfer.config import ServerConfig
 from jaxinfer.grammar import Grammar
 from jaxinfer.sampling_params import InvalidParameter
@@ -182,6 +184,26 @@ WANTED = {
     "additionalProperties": False,
     "x-guidance": {"whitespace_flexible": False, "whitespace_pattern": None},
 }
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_what_waits_for_others_to_compile_is_sent_away_later(server, engine, path):
+    engine.refusal = QueueFullError("other grammars are being compiled")
+    body = chat() if path.endswith("chat/completions") else {"prompt": "x"}
+    status, answer, headers = await server.post(path, {**body, "regex": "a"})
+    assert (status, answer["error"]["code"]) == (429, "queue_full")
+    assert headers["Retry-After"]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_compiling_leaves_the_event_loop_free(server, engine, path, monkeypatch):
+    threads = []
+    monkeypatch.setattr(engine, "check", lambda _: threads.append(threading.current_thread()))
+    body = chat() if path.endswith("chat/completions") else {"prompt": "x"}
+    status, _, _ = await server.post(path, {**body, "regex": "a", "max_tokens": 1})
+    assert status == 200
+    assert threads
+    assert threading.main_thread() not in threads
 
 
 async def test_answers_of_a_real_engine_match(monkeypatch):
