@@ -257,7 +257,7 @@ def chat(text="hi", **parameters):
     return {"messages": [{"role": "user", "content": text}], **parameters}
 
 
-async def until(condition, timeout_s=2.0):
+async def until(condition, timeout_s=20.0):
     """Waits until `condition()` holds."""
     async with asyncio.timeout(timeout_s):
         while not condition():
