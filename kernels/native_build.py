@@ -104,6 +104,8 @@ def compile_units(
         commands["blocks_float"] = [str(MATMUL_FOLDER / "cpu_blocks_float.cc"), *_AVX512]
         integers = str(MATMUL_FOLDER / "cpu_blocks_integers.cc")
         commands["blocks_integers"] = [integers, *_AVX512, "-mavx512vnni"]
+        bytes_ = str(MATMUL_FOLDER / "cpu_blocks_bytes.cc")
+        commands["blocks_bytes"] = [bytes_, *_AVX512, "-mavx512vnni"]
         bfloat16 = {
             "block": MATMUL_FOLDER / "cpu_blocks.cc",
             "attention": ATTENTION_FOLDER / "cpu_bfloat16.cc",

@@ -135,7 +135,7 @@ def _num_floats(shape: LayerShape, num_tokens: int, hidden: int, intermediate: i
     heads, kv = shape.num_heads * shape.head_dim, 2 * shape.num_kv_heads * shape.head_dim
     products = (heads + kv) + heads + kv + hidden + 2 * intermediate
     tile, chunk, chunk_floats = 16, 32, 19  # tokens, columns, and floats of a rounded chunk
-    packed = num_tokens if num_tokens <= tile else -(-num_tokens // tile) * tile
+    packed = max(num_tokens, 8) if num_tokens <= tile else -(-num_tokens // tile) * tile
     chunks = sum(-(-size // chunk) for size in (hidden, heads, intermediate))
     floats = num_tokens * (products + hidden + heads + intermediate)
     return floats + packed * chunks * chunk_floats

@@ -130,10 +130,11 @@ class Step {
 
   template <class Work>
   void for_tokens(Work work) {
-    const int64_t chunks = (s_.num_tokens + kTokensPerChunk - 1) / kTokensPerChunk;
-    team_.run(chunks, [&](int64_t chunk) {
-      const int64_t end = std::min((chunk + 1) * kTokensPerChunk, s_.num_tokens);
-      for (int64_t token = chunk * kTokensPerChunk; token < end; ++token) work(token);
+    // Threads write to no cache line together.
+    const int64_t of_chunk = s_.rounding.bytes ? kByteTokens : kTokensPerChunk;
+    team_.run((s_.num_tokens + of_chunk - 1) / of_chunk, [&](int64_t chunk) {
+      const int64_t end = std::min((chunk + 1) * of_chunk, s_.num_tokens);
+      for (int64_t token = chunk * of_chunk; token < end; ++token) work(token);
     });
   }
 
@@ -255,7 +256,7 @@ class Step {
   // Whether gates and ups need not be written: many tokens in tiles, which only blocks read.
   bool can_gate_products(const Layer& layer) const {
     const Matrix &gate_up = layer.gate_up, &down = layer.down;
-    if (s_.all_tokens < kManyTokens || !s_.rounding.bfloat16 || s_.rounding.integers) return false;
+    if (s_.all_tokens < kManyTokens || !s_.rounding.bfloat16 || s_.rounding.integers || s_.rounding.bytes) return false;
     if (!s_.rounding.bfloat16->multiply_gated || gate_up.num_pieces != 1 || gate_up.bias) {
       return false;
     }

@@ -68,8 +68,30 @@ struct IntegerLoops {
                    int64_t last_row);
 };
 
+constexpr int64_t kByteColumns = 32, kByteTokens = 8;
+
+// The same columns of some tokens, each rounded to its scale times integers of a byte.
+struct ByteTile {
+  int8_t codes[kByteColumns / 4][kByteTokens][4];  // as a lane of weights has its columns
+  float scales[kByteTokens];
+  float totals[3][kByteTokens];  // of the first and of the second half, and of both
+};
+
+struct ByteTokens {
+  ByteTile* tiles;  // [num_tokens / kByteTokens, num_columns / kByteColumns], all of the last there
+};
+
+struct ByteLoops {
+  // Rounds one token of `size` columns, a multiple of kByteColumns, to its lane of a row of tiles.
+  void (*pack)(const float* token, int64_t size, ByteTile* tiles, int lane);
+  // As IntegerLoops::multiply, for many tokens.
+  void (*multiply)(const Product& p, const ByteTokens& tokens, int64_t first_row,
+                   int64_t last_row);
+};
+
 #if defined(__x86_64__)
 extern const IntegerLoops integer_loops_avx512vnni;
+extern const ByteLoops byte_loops_avx512vnni;
 extern const BlockLoops block_loops_avx512bf16;
 extern const BlockLoops block_loops_amx;
 // float32 tokens `p.x` with weights in float32.

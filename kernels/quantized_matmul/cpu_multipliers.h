@@ -14,13 +14,14 @@ struct Multipliers {
   MultiplyRows* rows;
   MultiplyRows* blocks;              // null, as the next, where weights are never in blocks
   Rounding rounding;                 // of tokens that may be; null where it is not faster
-  // Up to so many tokens in a program, integers are multiplied faster than bfloat16 numbers.
+  // Up to so many tokens in a program, integers are multiplied faster than anything else.
   int64_t most_integers;
 
   // How a program of `num_tokens` rounds them for matrices whose codes are integers or not.
   Rounding rounding_of(int64_t num_tokens, bool are_integers) const {
-    const bool takes_integers = num_tokens <= most_integers && are_integers;
-    return {rounding.bfloat16, takes_integers ? rounding.integers : nullptr};
+    const bool are_few = num_tokens <= most_integers;
+    return {rounding.bfloat16, are_integers && are_few ? rounding.integers : nullptr,
+            are_integers && !are_few ? rounding.bytes : nullptr};
   }
 
   // `rounded` are p's tokens for weights in blocks; without rounding, `p.x` is multiplied.
@@ -28,6 +29,9 @@ struct Multipliers {
                 int64_t last_row) const {
     if (!p.in_blocks) return rows(p, first_row, last_row);
     if (!rounded.rounding) return blocks(p, first_row, last_row);
+    if (rounded.rounding.bytes) {
+      return rounded.rounding.bytes->multiply(p, rounded.bytes, first_row, last_row);
+    }
     if (rounded.rounding.integers) {
       return rounded.rounding.integers->multiply(p, rounded.integers, first_row, last_row);
     }
@@ -56,11 +60,11 @@ inline Multipliers multipliers_avx512() {
 }
 inline Multipliers multipliers_avx512bf16() {
   return {multiply_rows_avx512, multiply_blocks_avx512, 
-          {&block_loops_avx512bf16, &integer_loops_avx512vnni}, 16};
+          {&block_loops_avx512bf16, &integer_loops_avx512vnni, &byte_loops_avx512vnni}, 16};
 }
 inline Multipliers multipliers_amx() {
   return {multiply_rows_avx512, multiply_blocks_avx512, 
-          {&block_loops_amx, &integer_loops_avx512vnni}, 4};
+          {&block_loops_amx, &integer_loops_avx512vnni, nullptr}, 4};
 }
 #else
 // The compiler had none of it: no machine runs these sets, and no weights are in blocks.

@@ -189,8 +189,10 @@ bool is_right(Random& random, const Call& call) {
         magnitude += std::fabs(product);
       }
       const double error = std::fabs(call.out[static_cast<size_t>(t * p.num_rows + row)] - wanted);
-      // Of few tokens, x is rounded to 15 bits of at most 15/16; of many, weights to 8 bits.
+      // x, of at most 15/16, is rounded to 15 or to 8 bits; where it is not, many meet weights that
+      // are, to 8 bits.
       const double rounded = call.rounding.integers ? weights / 16319 / 2
+                             : call.rounding.bytes  ? weights / 127 / 2
                              : call.rounding && p.has_many_tokens ? magnitude * 0x1p-9 : 0;
       if (!(error <= 1e-5 * std::sqrt(size) + rounded + 1e-6)) {
         std::fprintf(stderr, "code %d group %d blocks %d rounds %d [%d, %d] x %d: %g is off by %g\n",

@@ -41,6 +41,9 @@ TOLERANCE_BFLOAT16_CACHE = 2e-3
 # products. Layers' errors add like their squares.
 ROUNDING = 2 * 2.0**-9
 MANY_TOKENS = 32  # from here on, weights may be rounded as well
+# Of more tokens than a tile sets without tiles round each factor by half a step at most, of which
+# the largest of 32 has 127; of normal numbers it is 2.2 times their size.
+BYTE_ROUNDING = 2 * 2.2 / 254
 
 CASES = {
     "llama": Case(),
@@ -166,9 +169,10 @@ def test_bfloat16_products_stay_near_the_formula(instruction_set, name, step_nam
     wanted = expected(case, step)[0][: step.num_live]
     error = np.sqrt(np.mean((hidden[: step.num_live] - wanted) ** 2))
     size = np.sqrt(np.mean(wanted**2))
-    num_factors = 2 if step.num_tokens >= MANY_TOKENS else 1
-    bound = ROUNDING * num_factors * len(case.windows) ** 0.5
-    assert TOLERANCE * size < error < bound * size  # it does round
+    bound = ROUNDING * (2 if step.num_tokens >= MANY_TOKENS else 1)
+    if instruction_set == "avx512bf16" and step.num_tokens > 16:
+        bound = BYTE_ROUNDING
+    assert TOLERANCE * size < error < bound * len(case.windows) ** 0.5 * size  # it does round
 
 
 @pytest.mark.parametrize("product_dtype", ["float32", "bfloat16"])
