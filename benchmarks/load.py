@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from jaxinfer.async_engine import AsyncEngine
 from jaxinfer.cli import prepare_process
 from jaxinfer.config import EngineConfig
+from jaxinfer.load_test.metrics import percentile
 from jaxinfer.outputs import OutputDelta
 from jaxinfer.request import EngineRequest
 from jaxinfer.sampling_params import SamplingParams
@@ -122,11 +123,6 @@ def gaps(clients: list[Client], first: float, last: float) -> list[float]:
     return found
 
 
-def percentile(values: list[float], share: float) -> float:
-    """The smallest value that `share` of them do not exceed."""
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
-
-
 def long_prompt(engine: AsyncEngine) -> dict[str, float]:
     """p99 between tokens of running streams, idle and while a long prompt is computed, in ms."""
     clients = [Client(engine, fresh(PROMPT_LEN), STREAM_LEN).send() for _ in range(NUM_STREAMS)]
@@ -140,8 +136,8 @@ def long_prompt(engine: AsyncEngine) -> dict[str, float]:
     idle = gaps(clients, max(client.began + client.ttft for client in clients), began)
     busy = gaps(clients, began, ended)
     return {
-        "idle_p99_ms": percentile(idle, 0.99) * 1e3,
-        "busy_p99_ms": percentile(busy, 0.99) * 1e3,
+        "idle_p99_ms": percentile(sorted(idle), 99) * 1e3,
+        "busy_p99_ms": percentile(sorted(busy), 99) * 1e3,
         "prompt_s": prompt.ttft,
         "tokens_meanwhile": len(busy),
     }

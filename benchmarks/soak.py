@@ -2,11 +2,11 @@
 
     python benchmarks/soak.py --model SmolLM2-135M-Instruct.Q4_1.gguf [--minutes 20] [-- FLAG ...]
 
-Chats and completions, streamed or not, with priorities, stop strings, seeds, several choices,
-log-probabilities and shared prefixes; clients that go away; requests that must be refused; a pool
-and a queue that are too small. Answers that are determined are compared with those that the same
-server gave before, one after the other. The last line is one JSON object; the exit code is 1 where
-a rule is broken. Flags after -- go to the server.
+Chats and completions, streamed or not, with priorities, stop strings, seeds, grammars, several
+choices, log-probabilities and shared prefixes; clients that go away; requests that must be refused;
+a pool and a queue that are too small. Answers that are determined are compared with those that the
+same server gave before, one after the other. The last line is one JSON object; the exit code is 1
+where a rule is broken. Flags after -- go to the server.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from soak_answers import (
     compare,
     draw_gap,
     drawn,
+    gap_between,
     greedy_gap,
     ids_by_name,
 )
@@ -223,6 +224,7 @@ class Soak:
         """Sends a request that cannot be answered.
 
         Raises:
+          QueueFull: the server did not look further.
           Wrong: it was, or refused otherwise.
         """
         headers = {"Content-Type": "application/json"}
@@ -231,6 +233,8 @@ class Soak:
         ) as response:
             text = await response.text()
             status = response.status
+            if status == 429 and response.headers.get("Retry-After"):
+                raise QueueFull
         error = json.loads(text).get("error", {})
         if (status, error.get("code")) != (bad.status, bad.code) or not error.get("message"):
             raise Wrong(f"{bad.name} got {status} {text[:200]}, not {bad.status} {bad.code}")
@@ -284,12 +288,15 @@ class Soak:
             async with self._session.post(self._server.url + COMPLETIONS, json=body) as response:
                 found = await response.json()
             [top] = found["choices"][0]["logprobs"]["top_logprobs"]
-            if case.is_greedy:
+            if case.is_greedy and not case.has_grammar:
                 gaps.append(greedy_gap(list(top.values())))
                 continue
             names = names or ids_by_name(model)
-            u = drawn(case.body["seed"] + difference.index, len(difference.before))
             by_id = {names[name]: value for name, value in top.items()}
+            if case.has_grammar:
+                gaps.append(gap_between(by_id, difference))
+                continue
+            u = drawn(case.body["seed"] + difference.index, len(difference.before))
             gaps.append(draw_gap(by_id, case.body["temperature"], case.body["top_k"], u))
         return gaps
 

@@ -189,6 +189,12 @@ def greedy_gap(top: Sequence[float]) -> float:
     return best - second
 
 
+def gap_between(top: Mapping[int, float], difference: Difference) -> float:
+    """How far two tokens that a grammar allows are apart, in log-probability."""
+    found, expected = top.get(difference.found), top.get(difference.expected)
+    return math.inf if found is None or expected is None else abs(found - expected)
+
+
 def draw_gap(top: Mapping[int, float], temperature: float, top_k: int, u: float) -> float:
     """How far a draw is from where it would pick another token, in probability.
 

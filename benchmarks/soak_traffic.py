@@ -24,6 +24,20 @@ _SHORT = (
     "Привет, как дела? Привет, как дела? Привет",
     "Roses are red,",
 )
+_GRAMMARS: tuple[dict[str, Any], ...] = (
+    {"guided_choice": ["Paris", "Parisian", "London", "none of these"]},
+    {"guided_regex": r"[A-Z][a-z]{2,9}( [a-z]{1,9}){3,12}\."},
+    {
+        "guided_json": {
+            "type": "object",
+            "properties": {
+                "name": {"type": "string", "maxLength": 20},
+                "numbers": {"type": "array", "items": {"type": "integer"}, "maxItems": 4},
+            },
+            "required": ["name", "numbers"],
+        }
+    },
+)
 _STOPS = (["."], ["\n"], [" the", " and"], ["never to be found"], ["e"])
 _RANDOM_IDS = range(1_000, 40_000)
 
@@ -45,6 +59,11 @@ class Case:
         """Whether the best token is always taken."""
         return bool(self.body["temperature"] == 0)
 
+    @property
+    def has_grammar(self) -> bool:
+        """Whether only some tokens may come."""
+        return any(name.startswith("guided_") for name in self.body)
+
 
 def cases(rng: random.Random, count: int) -> list[Case]:
     """Returns deterministic requests of all kinds; several share a beginning."""
@@ -61,7 +80,9 @@ def _case(rng: random.Random, index: int) -> Case:
         body["temperature"] = 0
     if rng.random() < 0.3:
         body["n"] = rng.choice((2, 3))
-    if rng.random() < 0.3:
+    if not index % 2 and rng.random() < 0.4:
+        body |= rng.choice(_GRAMMARS)
+    elif rng.random() < 0.3:
         body["stop"] = rng.choice(_STOPS)
     elif rng.random() < 0.3:
         body["ignore_eos"] = True
@@ -141,6 +162,8 @@ def noise(rng: random.Random) -> Case:
     }
     for name in rng.sample(sorted(extras), 3):
         body[name] = extras[name]
+    if rng.random() < 0.3:
+        body |= rng.choice(_GRAMMARS)
     return Case(COMPLETIONS, body)
 
 
@@ -186,7 +209,8 @@ def bad_requests() -> list[BadRequest]:
             ("prompt", "too long " * MAX_MODEL_LEN, 400, "context_length_exceeded"),
             ("stream_options", {"include_usage": True}, 400, "invalid_value"),
             ("suffix", "the end", 400, "unsupported_parameter"),
-            ("suffix", "x", 400, "unsupported_parameter"),
+            ("guided_regex", "[a", 400, "invalid_value"),
+            ("guided_json", {"type": "nothing"}, 400, "invalid_value"),
             ("model", "gpt-4", 404, "model_not_found"),
         )
     ]  # fmt: skip

@@ -98,11 +98,6 @@ class StepPlan:
         return any(row.embeds for row in self.rows)
 
     @property
-    def num_prompt_tokens(self) -> int:
-        """Prompt (or recomputed) tokens in the step."""
-        return sum(row.num_tokens for row in self.rows if not (row.is_decode or row.num_drafts))
-
-    @property
     def num_queries(self) -> int:
         """Tokens a ragged step computes."""
         return sum(row.num_queries for row in self.rows)

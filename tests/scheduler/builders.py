@@ -48,6 +48,11 @@ def make_sequence(seq_id="s", *, prompt_len=5, prompt=None, max_tokens=4, stop_i
     return Sequence(seq_id, prompt, len(prompt), stop, **options)
 
 
+def count_prompt_tokens(plan):
+    """Prompt (or recomputed) tokens in a step."""
+    return sum(row.num_tokens for row in plan.rows if not (row.is_decode or row.num_drafts))
+
+
 class NotFinite(list):
     """What a sequence sampled whose logits are not numbers."""
 
@@ -121,10 +126,10 @@ class PretendDevice:
     def _run(self, plan):
         limits = self.scheduler.limits
         assert len(plan.rows) <= limits.max_num_seqs
-        tokens = plan.num_decodes + plan.num_prompt_tokens
-        assert tokens <= limits.max_num_batched_tokens
+        num_prompt_tokens = count_prompt_tokens(plan)
+        assert plan.num_decodes + num_prompt_tokens <= limits.max_num_batched_tokens
         if plan.num_decodes:
-            assert plan.num_prompt_tokens <= limits.max_prefill_chunk_tokens
+            assert num_prompt_tokens <= limits.max_prefill_chunk_tokens
         decodes = [row.is_decode for row in plan.rows]
         assert decodes == sorted(decodes, reverse=True), "decodes come first"
         for sequence in plan.admitted:

@@ -1,6 +1,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scheduler.builders import count_prompt_tokens
 
 from jaxinfer.scheduler.sequence import SequenceStatus
 
@@ -117,7 +118,7 @@ def test_decodes_ride_along_with_prefill_chunks(make_scheduler, make_sequence, p
     scheduler.add(make_sequence("second", prompt_len=20, max_tokens=2))
     for expected_output in (2, 3, 4):
         plan = scheduler.schedule()
-        assert (plan.num_decodes, plan.num_prompt_tokens) == (1, 6)
+        assert (plan.num_decodes, count_prompt_tokens(plan)) == (1, 6)
         device.pending.append((plan, device._run(plan)))
         scheduler.update(*device.pending.pop())
         assert len(first.token_ids) - first.prompt_len == expected_output
