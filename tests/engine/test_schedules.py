@@ -1,8 +1,8 @@
 """Generated schedules over real tiny models: whatever happens, each request answers as if alone.
 
 All that may meet in an engine at once: prompts that share beginnings, next turns, siblings,
-priorities, salts, seeds, penalties, biases, stop strings and ids, scores, drafts, several decode
-steps in one, either pipeline depth, cancellations, and a pool that is too small.
+priorities, salts, seeds, penalties, biases, grammars, stop strings and ids, scores, drafts, several
+decode steps in one, either pipeline depth, cancellations, and a pool that is too small.
 """
 
 import dataclasses
@@ -13,7 +13,6 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 from engine.builders import (
-    EOS,
     PAGE_SIZE,
     SPECULATION,
     Client,
@@ -24,44 +23,14 @@ from engine.builders import (
     run_requests,
     tiny_model,
 )
+from engine.schedule_kinds import KINDS, LONGEST, choice_of, full_forward, params_of
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule, run_state_machine_as_test
-from models.conftest import PagedModel
-from runner.test_sampling import reference_uniform
 from scheduler.builders import Schedules
-
-from jaxinfer.sampling_params import SamplingParams
 
 TOLERANCE = 1e-4
 """DESIGN §6: of log-probabilities; and a choice nearer than this to another may be the other."""
-LONGEST = 64
-"""Tokens of a sequence that `PagedModel` holds."""
-
-FEW_LETTERS = {"logit_bias": dict.fromkeys((65, 66, 67), 40.0)}
-PRINTABLE = {"logit_bias": dict.fromkeys(range(32, 127), 60.0)}
-KINDS = {
-    "greedy": {"temperature": 0.0, "max_tokens": 14, "logprobs": 2},
-    "repeats itself": {"temperature": 0.0, "max_tokens": 20, "logprobs": 0, **FEW_LETTERS},
-    "seeded": {"seed": 3, "top_k": 40, "max_tokens": 14, "logprobs": 0},
-    "seeded letters": {"seed": 9, "max_tokens": 20, "logprobs": 0, **FEW_LETTERS},
-    "penalties": {
-        "seed": -5,
-        "temperature": 0.8,
-        "repetition_penalty": 1.02,
-        "presence_penalty": 0.9,
-        "frequency_penalty": 0.5,
-        "logit_bias": {3: -9.0, **dict.fromkeys(range(65, 75), 30.0)},
-        "max_tokens": 14,
-        "logprobs": 0,
-    },
-    "siblings": {"seed": 2**63 - 2, "temperature": 1.1, "n": 3, "max_tokens": 10, "logprobs": 0},
-    "ends": {"seed": 8, "logit_bias": {EOS: 3.5}, "min_tokens": 2, "max_tokens": 14},
-    "stop ids": {"seed": 6, "stop_token_ids": list(range(60, 72)), "max_tokens": 14},
-    "stop strings": {"seed": 4, "stop": ["a", "bc", *"KLMNO"], "max_tokens": 14, **PRINTABLE},
-    "scored": {"temperature": 0.0, "max_tokens": 6, "logprobs": 1, "prompt_logprobs": 1},
-    "scored only": {"max_tokens": 0, "prompt_logprobs": 0},
-}
 CROWDS = st.lists(
     st.tuples(
         st.integers(0, 8),  # of the prompt
@@ -77,11 +46,6 @@ CROWDS = st.lists(
 A, B = np.random.default_rng(0).integers(0, 256, (2, 110)).tolist()
 SHORT = (A[:1], A[:10], A[:16], A[:18], A[:26], A[:17] + B[:5], A[:8] + B[:14], B[:22], 3 * B[:8])
 LONG = (A[:1], A[:36], A[:64], A[:70], A[:70] + B[:30], A[:70] + B[:28], A[:36] + B[:40], 9 * B[:7])
-
-
-def params_of(kind):
-    ends = kind == "ends"
-    return SamplingParams(**{"ignore_eos": not ends, **KINDS[kind]})
 
 
 def each_alone(make_engine, prompt, kind):
@@ -101,45 +65,6 @@ def exact_alone(model_type, prompt, kind):
 @functools.cache
 def deterministic_alone(name, prompt, kind):
     return each_alone(lambda: fresh(deterministic_engine(name), depth=0), prompt, kind)
-
-
-# What a choice hangs on, from the logits of a forward pass without an engine.
-
-
-@functools.cache
-def full_forward(model_type):
-    paged = PagedModel(tiny_model(model_type)[0], num_seqs=1)
-
-    def logits(token_ids):
-        paged.kv_lens[0] = 0
-        return paged.step({0: list(token_ids)}, num_tokens=LONGEST)[0].astype(np.float64)
-
-    return logits
-
-
-def choice_of(logits, params, prompt, ids):
-    """The token after `ids` that a setting of `KINDS` chooses, and by how much it is that one."""
-    x = logits.copy()
-    for token, bias in params.logit_bias.items():
-        x[token] += bias
-    times = np.bincount(ids, minlength=len(x)) if ids else np.zeros(len(x))
-    seen = sorted({*prompt, *ids})
-    factor = params.repetition_penalty
-    x[seen] = np.where(x[seen] > 0, x[seen] / factor, x[seen] * factor)
-    x -= params.frequency_penalty * times + params.presence_penalty * (times > 0)
-    if len(ids) < params.min_tokens:
-        x[EOS] = -np.inf
-    best = np.sort(x)[::-1]
-    if params.is_greedy:
-        return int(np.argmax(x)), best[0] - best[1]
-    weights = np.exp((x - best[0]) / params.temperature)
-    margin = 1.0
-    if params.top_k:
-        weights[x < best[params.top_k - 1]] = 0.0
-        margin = best[params.top_k - 1] - best[params.top_k]
-    cdf = np.cumsum(weights) / weights.sum()
-    u = reference_uniform(params.seed, len(prompt) + len(ids))
-    return int(np.argmax(cdf > u)), min(margin, np.abs(cdf - u).min())
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])
@@ -385,6 +310,8 @@ def test_under_a_schedule_with_all_of_it(name, depth):
     machine, attributes, _ = SCHEDULED[name]
     schedule = type(machine.__name__, (machine,), attributes)()
     crowds = [[(i + n, kind, i % 2, None, None) for i, kind in enumerate(KINDS)] for n in range(3)]
+    # So few letters that drafts are found, and sampled, so that some are wrong.
+    crowds.append([(i, "seeded letters", 0, None, None) for i in range(9)])
     options = {"rows": 4, "budget": 24, "chunk": 12, "num_pages": 18, "prefix_cache": True}
     options |= {"decode_steps": 4, "speculation": SPECULATION}
     is_exact = machine is Exact
