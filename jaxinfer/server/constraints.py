@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxinfer.grammar import Grammar
-from jaxinfer.server.errors import invalid, shown, unsupported
+from jaxinfer.server.errors import invalid, missing, shown, unsupported
 from jaxinfer.server.fields import (
     Field,
     Reader,
@@ -79,7 +79,7 @@ def _read_typed_grammar(value: Any, path: str) -> Grammar:
     kind = one_of(*_GRAMMAR_TYPES)(json_object(value, path).get("type"), f"{path}.type")
     inner, where = value.get("value"), f"{path}.value"
     if inner is None:
-        raise invalid(where, f"{where} is required", "missing_required_parameter")
+        raise missing(where)
     if kind == "json_schema":
         return _read_schema(inner, where)
     if kind == "llguidance" and isinstance(inner, dict):
@@ -120,8 +120,7 @@ def _read_structured_outputs(value: Any, path: str) -> Grammar | None:
 def _read_response_format(value: Any, path: str) -> Grammar | None:
     given = json_object(value, path)
     if given.get("type") is None:
-        where = f"{path}.type"
-        raise invalid(where, f"{where} is required", "missing_required_parameter")
+        raise missing(f"{path}.type")
     kind = one_of(*_FORMATS)(given["type"], f"{path}.type")
     if kind == "text":
         return None
@@ -135,7 +134,7 @@ def _read_response_format(value: Any, path: str) -> Grammar | None:
 
 def _read_json_schema(value: Any, path: str) -> Grammar:
     if value is None:
-        raise invalid(path, f"{path} is required", "missing_required_parameter")
+        raise missing(path)
     given = json_object(value, path)
     name, schema = given.get("name"), given.get("schema")
     if name is not None and not _NAME.fullmatch(string()(name, f"{path}.name")):

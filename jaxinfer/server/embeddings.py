@@ -22,7 +22,7 @@ from jaxinfer.outputs import RequestOutput
 from jaxinfer.request import EMBEDDING, EngineRequest
 from jaxinfer.sampling_params import InvalidParameter
 from jaxinfer.server.answers import WholeAnswer
-from jaxinfer.server.errors import invalid, unsupported
+from jaxinfer.server.errors import invalid, missing, unsupported
 from jaxinfer.server.fields import (
     Field,
     boolean,
@@ -112,7 +112,7 @@ def parse_embeddings(
     """
     values = read_object(body, EMBEDDINGS, strict=config.strict_params)
     if "input" not in values:
-        raise invalid("input", "input is required", "missing_required_parameter")
+        raise missing("input")
     inputs = read_prompts(values["input"], "input", vocab_size)
     if len(inputs) > MAX_INPUTS:
         message = f"input takes at most {MAX_INPUTS} texts, got {len(inputs)}"

@@ -39,6 +39,11 @@ def invalid(param: str | None, message: str, code: str | None = "invalid_value")
     return ApiError(400, message, code=code, param=param)
 
 
+def missing(param: str) -> ApiError:
+    """Returns the 400 for a parameter, or a part of one, that must be there."""
+    return invalid(param, f"{param} is required", "missing_required_parameter")
+
+
 def unsupported(param: str, message: str) -> ApiError:
     """Returns the 400 for a parameter this server knows and does not honour."""
     return invalid(param, message, "unsupported_parameter")

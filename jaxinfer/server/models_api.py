@@ -10,7 +10,7 @@ from typing import Any
 from aiohttp import web
 
 from jaxinfer.config import ConfigError
-from jaxinfer.server.errors import ApiError, invalid, shown
+from jaxinfer.server.errors import ApiError, missing, shown
 from jaxinfer.server.fields import Field, read_object, string
 from jaxinfer.server.json_body import read_body
 from jaxinfer.server.served_model import ServedModel
@@ -73,7 +73,7 @@ async def _named(request: web.Request) -> tuple[str, ServedModel]:
     )
     name = values.get("model")
     if name is None:
-        raise invalid("model", "model is required", "missing_required_parameter")
+        raise missing("model")
     app[LIFECYCLE].check_alive()
     return name, app[MODELS].find(name)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxinfer.config import ServerConfig
 from jaxinfer.server.constraints import RESPONSE_FORMAT
-from jaxinfer.server.errors import invalid, shown, unsupported
+from jaxinfer.server.errors import invalid, missing, shown, unsupported
 from jaxinfer.server.fields import (
     Field,
     anything,
@@ -102,7 +102,7 @@ def parse_chat(
     """
     values = read_object(body, CHAT, strict=config.strict_params)
     if "messages" not in values:
-        raise invalid("messages", "messages is required", "missing_required_parameter")
+        raise missing("messages")
     messages = array(_read_message, low=1)(values["messages"], "messages")
     max_tokens = values.get("max_completion_tokens", values.get("max_tokens"))
     if max_tokens is not None:
@@ -169,7 +169,7 @@ def _read_message(value: Any, path: str) -> dict[str, Any]:
     message = json_object(value, path)
     role = message.get("role")
     if role is None:
-        raise invalid(f"{path}.role", f"{path}.role is required", "missing_required_parameter")
+        raise missing(f"{path}.role")
     role = one_of(*_ROLES)(role, f"{path}.role")
     read: dict[str, Any] = {"role": _ROLES_SHOWN.get(role, role)}
     calls = _read_calls(message, path)
@@ -177,8 +177,7 @@ def _read_message(value: Any, path: str) -> dict[str, Any]:
     if content is not None:
         read["content"] = _read_content(content, f"{path}.content", role)
     elif role != "assistant" or not (calls or message.get("refusal")):
-        where = f"{path}.content"
-        raise invalid(where, f"{where} is required", "missing_required_parameter")
+        raise missing(f"{path}.content")
     else:
         read["content"] = message.get("refusal") or ""
     if role == "tool" and not isinstance(message.get("tool_call_id"), str):
@@ -217,8 +216,7 @@ def _read_content(value: Any, path: str, role: str) -> str | list[dict[str, str]
         if kind == "text" or (kind == "refusal" and role == "assistant"):
             text = part.get(kind)
             if text is None:
-                name = f"{where}.{kind}"
-                raise invalid(name, f"{name} is required", "missing_required_parameter")
+                raise missing(f"{where}.{kind}")
             return {"type": "text", "text": string()(text, f"{where}.{kind}")}
         if kind in _MEDIA_PARTS:
             raise unsupported(where, f"{where} is {kind}, and this model reads text only")

@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxinfer.config import ServerConfig
 from jaxinfer.server.constraints import RESPONSE_FORMAT
-from jaxinfer.server.errors import invalid
+from jaxinfer.server.errors import invalid, missing
 from jaxinfer.server.fields import Field, boolean, integer, read_object, refused
 from jaxinfer.server.parameters import MAX_TOKENS, SHARED, GenerationOptions, generation_options
 from jaxinfer.server.prompts import Prompt, any_prompts, read_prompts
@@ -61,7 +61,7 @@ def parse_completion(
     """
     values = read_object(body, COMPLETIONS, strict=config.strict_params)
     if "prompt" not in values:
-        raise invalid("prompt", "prompt is required", "missing_required_parameter")
+        raise missing("prompt")
     prompts = read_prompts(values["prompt"], "prompt", vocab_size)
     if len(prompts) > config.max_prompts:
         message = f"prompt takes at most {config.max_prompts} prompts, got {len(prompts)}"

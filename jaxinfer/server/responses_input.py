@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jaxinfer.server.errors import invalid, shown, unsupported
+from jaxinfer.server.errors import invalid, missing, shown, unsupported
 from jaxinfer.server.fields import array, json_object, one_of, string
 
 Message = dict[str, Any]
@@ -47,7 +47,7 @@ def read_kind(value: Mapping[str, Any], path: str) -> str:
     """
     kind = value.get("type")
     if kind is None:
-        raise invalid(f"{path}.type", f"{path}.type is required", "missing_required_parameter")
+        raise missing(f"{path}.type")
     return str(string()(kind, f"{path}.type"))
 
 
@@ -116,14 +116,14 @@ class _Reader:
 def _required(item: Mapping[str, Any], name: str, path: str) -> str:
     path = f"{path}.{name}"
     if item.get(name) is None:
-        raise invalid(path, f"{path} is required", "missing_required_parameter")
+        raise missing(path)
     return str(string()(item[name], path))
 
 
 def _read_text(value: Any, path: str) -> str | list[dict[str, str]]:
     """Returns a text, or text parts as a chat has them."""
     if value is None:
-        raise invalid(path, f"{path} is required", "missing_required_parameter")
+        raise missing(path)
     if isinstance(value, str):
         return value
     if not isinstance(value, list):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxinfer.config import ServerConfig
-from jaxinfer.server.errors import ApiError, invalid, unsupported
+from jaxinfer.server.errors import ApiError, invalid, missing, unsupported
 from jaxinfer.server.fields import (
     Field,
     array,
@@ -176,7 +176,7 @@ def parse_responses(
     strict = config.strict_params
     values = read_object(body, RESPONSES, strict=strict)
     if "input" not in values:
-        raise invalid("input", "input is required", "missing_required_parameter")
+        raise missing("input")
     if "stream_options" in values:
         if not values.get("stream", False):
             raise invalid("stream_options", "stream_options needs stream=true")

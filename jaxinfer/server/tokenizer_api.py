@@ -8,7 +8,7 @@ from typing import Any
 from aiohttp import web
 
 from jaxinfer.server.chat_prompt import prepare_chat
-from jaxinfer.server.errors import invalid, shown
+from jaxinfer.server.errors import invalid, missing, shown
 from jaxinfer.server.fields import Field, array, boolean, integer, read_object, refused, string
 from jaxinfer.server.protocol_chat import CHAT, ChatRequest, parse_chat
 from jaxinfer.server.routing import model_of, read_call
@@ -100,7 +100,7 @@ async def detokenize(request: web.Request) -> web.Response:
     tokenizer = model.engine.tokenizer
     ids = values.get("tokens")
     if ids is None:
-        raise invalid("tokens", "tokens is required", "missing_required_parameter")
+        raise missing("tokens")
     if ids and max(ids) >= tokenizer.vocab_size:
         message = f"tokens holds {shown(max(ids))}, but ids end at {tokenizer.vocab_size - 1}"
         raise invalid("tokens", message)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxinfer.server.errors import invalid, shown, unsupported
+from jaxinfer.server.errors import invalid, missing, shown, unsupported
 from jaxinfer.server.fields import Field, array, boolean, described, json_object, one_of, string
 
 MAX_TOOLS = 128
@@ -61,7 +61,7 @@ class _Choice:
 
 def _read_name(value: Any, path: str) -> str:
     if value is None:
-        raise invalid(path, f"{path} is required", "missing_required_parameter")
+        raise missing(path)
     name = string(_MAX_NAME)(value, path)
     if not name or not _NAME.fullmatch(name):
         raise invalid(
@@ -91,7 +91,7 @@ def _read_function(value: Any, path: str) -> dict[str, Any]:
 def _check_type(value: Mapping[str, Any], path: str, *kinds: str) -> str:
     kind = value.get("type")
     if kind is None:
-        raise invalid(f"{path}.type", f"{path}.type is required", "missing_required_parameter")
+        raise missing(f"{path}.type")
     if kind == "custom":
         raise unsupported(f"{path}.type", f"{path}.type custom is not supported: use function")
     return str(one_of(*kinds)(kind, f"{path}.type"))
@@ -108,8 +108,7 @@ def _read_tool(value: Any, path: str) -> dict[str, Any]:
     tool = json_object(value, path)
     _check_type(tool, path, "function")
     if tool.get("function") is None:
-        where = f"{path}.function"
-        raise invalid(where, f"{where} is required", "missing_required_parameter")
+        raise missing(f"{path}.function")
     return {"type": "function", "function": _read_function(tool["function"], f"{path}.function")}
 
 
