@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from aiohttp import HttpVersion11, web
+from aiohttp import EMPTY_PAYLOAD, HttpVersion11, StreamReader, web
 
 from jaxinfer.server.errors import ApiError
 
@@ -34,41 +34,57 @@ class Connection(web.RequestHandler):
     def __init__(self, server: web.Server, **options: Any) -> None:
         super().__init__(server, **options)
         self.is_half_closed = False
-        self._is_answering = False
         self._can_probe = False
         self._probing: asyncio.Task[None] | None = None
+        self._newest_body: StreamReader = EMPTY_PAYLOAD
 
     @contextmanager
     def answering(self, request: web.Request) -> Iterator[None]:
-        """Marks the time from a complete request to its answer: a half-close ends nothing now."""
-        self._is_answering = True
+        """Marks the time from a complete request to its answer: this client may be probed."""
         self._can_probe = request.version >= HttpVersion11
+        if self.is_half_closed:
+            asyncio.get_running_loop().call_later(_GRACE_S, self._start_probing)
         try:
             yield
         finally:
-            self._is_answering = self._can_probe = False
+            self._can_probe = False
 
     def response_started(self) -> None:
         """Ends probing: from here on the bytes on the wire are the answer's."""
         self._can_probe = False
 
+    def data_received(self, data: bytes) -> None:
+        """Keeps the body of the newest request, as aiohttp hands requests on."""
+        super().data_received(data)
+        if self._messages:
+            self._newest_body = self._messages[-1][1]
+
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Keeps the transport open; whoever is not answering by then closes it."""
+        """Keeps the transport open as long as a complete request waits for its answer."""
         if self.ssl_context is not None:
             return False  # TLS has no half-closed connections
         if not self.is_half_closed:
             self.is_half_closed = True
-            # The request that came with this FIN may not have reached its handler yet.
             asyncio.get_running_loop().call_later(_GRACE_S, self._after_eof)
         return True
 
     def _after_eof(self) -> None:
-        if not self._is_answering:
-            if self.transport is not None:
-                self.transport.close()
+        # Asked of the connection, not of the handler: on a loaded machine a complete request may
+        # take longer to reach its handler than any grace one would give it.
+        if self.transport is None:
             return
-        self.close()
-        self._probing = asyncio.get_running_loop().create_task(self._probe())
+        is_idle = self._waiter is not None and not self._messages
+        if is_idle or not self._newest_body.is_eof():
+            self.transport.close()
+        elif self._messages:  # pipelined: each has its turn before the connection closes
+            asyncio.get_running_loop().call_later(_GRACE_S, self._after_eof)
+        else:
+            self.close()
+            self._start_probing()
+
+    def _start_probing(self) -> None:
+        if self._can_probe and (self._probing is None or self._probing.done()):
+            self._probing = asyncio.get_running_loop().create_task(self._probe())
 
     async def _probe(self) -> None:
         pause_s = _FIRST_PROBE_S

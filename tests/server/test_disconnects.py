@@ -12,6 +12,8 @@ from server.fake_engine import chat, until
 from tiny_engine import shared
 from tiny_server import tiny_server
 
+from jaxinfer.server.json_body import read_body
+
 COMPLETIONS = "/v1/completions"
 
 REQUESTS = {
@@ -87,6 +89,33 @@ async def test_http_1_0_gets_no_interim_response(server, engine):
     await asyncio.sleep(0.3)
     engine.gate.set()
     assert (await reader.read()).startswith(b"HTTP/1.0 200")
+    writer.close()
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+async def test_half_closing_long_before_the_handler_cancels_nothing(start, version, monkeypatch):
+    async def slow(*args):
+        await asyncio.sleep(0.4)  # as on a machine with other work
+        return await read_body(*args)
+
+    monkeypatch.setattr("jaxinfer.server.routing.read_body", slow)
+    server = await start()
+    reader, writer = await server.raw(chat(), version=version)
+    writer.write_eof()
+    async with asyncio.timeout(5):
+        reply = await reader.read()
+    assert b"200 OK" in reply
+    assert b'"hello"' in reply
+    writer.close()
+
+
+async def test_half_closing_after_two_requests_gets_two_answers(server):
+    head = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    writer.write(2 * head)
+    writer.write_eof()
+    async with asyncio.timeout(5):
+        assert (await reader.read()).count(b"HTTP/1.1 200 OK") == 2
     writer.close()
 
 
