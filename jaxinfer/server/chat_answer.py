@@ -51,6 +51,10 @@ class ChatAnswer(Answer):
         self._echo = echo
         self._parsers: dict[int, AnswerParser] = {}
         self._has_called: set[int] = set()
+        options = self.options
+        self._is_plain = (
+            syntax is None and options.params.logprobs is None and not options.return_token_ids
+        )
 
     def opening(self) -> list[dict[str, Any]]:
         """Returns one role delta per choice; the role is never sent again. Then what is echoed."""
@@ -67,6 +71,8 @@ class ChatAnswer(Answer):
     def delta(self, prompt: int, delta: OutputDelta) -> list[dict[str, Any]]:
         """Returns what is new in the message, piece by piece, and then the finish reason."""
         index = self.index(prompt, delta.index)
+        if self._is_plain and delta.finish_reason is None:
+            return [self._streamed(index, {"content": delta.text})] if delta.text else []
         pieces = [
             piece for event in self._events(index, delta) for piece in self._piece(index, event)
         ]
@@ -135,7 +141,9 @@ class ChatAnswer(Answer):
     def _events(self, index: int, delta: OutputDelta) -> list[Event]:
         if self._syntax is None:
             return [Text(delta.text)] if delta.text else []
-        parser = self._parsers.setdefault(index, AnswerParser(self._syntax))
+        parser = self._parsers.get(index)
+        if parser is None:
+            parser = self._parsers[index] = AnswerParser(self._syntax)
         events = parser.push(delta.text)
         if delta.finish_reason is not None:
             events += parser.finish()

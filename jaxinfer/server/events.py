@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import Self
 
@@ -21,6 +21,14 @@ class EventSource:
     """The deltas of several engine requests as one stream of (request number, delta).
 
     Leaving the context aborts what is unfinished.
+
+    Args:
+      engine: takes the requests.
+      requests: of one answer.
+      observe: sees every event just before `next` returns it.
+      most_at_once: requests the engine is given at a time.
+      on_idle: awaited while nothing comes, every `patience_s` from the second on.
+      patience_s: seconds.
     """
 
     def __init__(
@@ -29,11 +37,9 @@ class EventSource:
         requests: Sequence[EngineRequest],
         observe: Callable[[int, OutputDelta], None],
         most_at_once: int | None = None,
+        on_idle: Callable[[], Awaitable[None]] | None = None,
+        patience_s: float = 1.0,
     ) -> None:
-        """Prepares the stream; `observe` sees every event just before `next` returns it.
-
-        The engine is given `most_at_once` requests at a time.
-        """
         self._engine = engine
         self._turns = asyncio.Semaphore(most_at_once or max(1, len(requests)))
         self._observe = observe
@@ -41,35 +47,51 @@ class EventSource:
         self._queue: asyncio.Queue[Event | ApiError | None] = asyncio.Queue()
         self._pumps: list[asyncio.Task[None]] = []
         self._num_open = len(requests)
+        self._on_idle = on_idle
+        self._patience_s = patience_s
+        self._ticker: asyncio.TimerHandle | None = None
+        self._saying: asyncio.Task[None] | None = None
+        self._num_events = 0
+        self._num_at_tick = -1
 
     async def __aenter__(self) -> Self:
         self._pumps = [
             asyncio.create_task(self._pump(number, request))
             for number, request in enumerate(self._requests)
         ]
+        if self._on_idle is not None:
+            self._tick()
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
+        if self._ticker is not None:
+            self._ticker.cancel()
+        if self._saying is not None:
+            self._saying.cancel()
         for pump in self._pumps:
             pump.cancel()
         await asyncio.gather(*self._pumps, return_exceptions=True)
 
-    async def next(self, timeout_s: float | None = None) -> Event | None:
+    def _tick(self) -> None:
+        """One timer for a whole stream: one for every token would cost more than its text."""
+        is_idle = self._num_at_tick == self._num_events
+        if is_idle and self._on_idle is not None and (self._saying is None or self._saying.done()):
+            self._saying = asyncio.ensure_future(self._on_idle())
+        self._num_at_tick = self._num_events
+        self._ticker = asyncio.get_running_loop().call_later(self._patience_s, self._tick)
+
+    async def next(self) -> Event | None:
         """Returns the next event, or None after the last.
 
         Raises:
           ApiError: the request failed.
-          TimeoutError: nothing happened for `timeout_s`.
         """
         while self._num_open:
-            if self._queue.empty():
-                async with asyncio.timeout(timeout_s):
-                    event = await self._queue.get()
-            else:
-                event = self._queue.get_nowait()
+            event = await self._queue.get()
             if isinstance(event, ApiError):
                 raise event
             if event is not None:
+                self._num_events += 1
                 self._observe(*event)
                 return event
             self._num_open -= 1

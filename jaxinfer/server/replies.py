@@ -6,6 +6,7 @@ A client that goes away cancels the handler, which leaves the event source, whic
 from __future__ import annotations
 
 import logging
+from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
 
 from aiohttp import web
@@ -14,7 +15,7 @@ from jaxinfer.outputs import OutputDelta
 from jaxinfer.server.answers import Answer, WholeAnswer
 from jaxinfer.server.connection import connection_of
 from jaxinfer.server.errors import ApiError, internal
-from jaxinfer.server.events import Event, EventSource
+from jaxinfer.server.events import EventSource
 from jaxinfer.server.sse import PATIENCE_S, EventStream
 from jaxinfer.server.state import (
     CONFIG,
@@ -52,7 +53,9 @@ def _note_failure(request: web.Request, error: ApiError) -> None:
         request[REQUEST_LOG]["finish_reason"] = "error"
 
 
-def _events(request: web.Request, answer: WholeAnswer) -> EventSource:
+def _events(
+    request: web.Request, answer: WholeAnswer, on_idle: Callable[[], Awaitable[None]] | None = None
+) -> EventSource:
     """Returns the answer's events; usage, metrics and the log line see each of them."""
     metrics, model = request.app[METRICS], request[MODEL]
     timers = [
@@ -76,7 +79,9 @@ def _events(request: web.Request, answer: WholeAnswer) -> EventSource:
             if timer.queue_s is not None and "queue_s" not in log:
                 log["queue_s"] = round(timer.queue_s, 4)
 
-    return EventSource(model.engine, answer.requests, observe, answer.most_at_once)
+    return EventSource(
+        model.engine, answer.requests, observe, answer.most_at_once, on_idle, PATIENCE_S
+    )
 
 
 async def _whole(request: web.Request, answer: WholeAnswer) -> web.Response:
@@ -92,7 +97,7 @@ async def _stream(request: web.Request, answer: Answer) -> web.StreamResponse:
     try:
         async with (
             request[MODEL].running(request.app[CONFIG].request_timeout),
-            _events(request, answer) as events,
+            _events(request, answer, stream.idle) as events,
         ):
             await _send_all(stream, answer, events)
     except ConnectionError:
@@ -112,22 +117,14 @@ async def _stream(request: web.Request, answer: Answer) -> web.StreamResponse:
 
 async def _send_all(stream: EventStream, answer: Answer, events: EventSource) -> None:
     # Until the first event an error still gets its own status line.
-    event = await _next_event(stream, events)
+    event = await events.next()
     await stream.open()
     for choice in answer.opening():
         await stream.send(answer.chunk(choice))
     while event is not None:
         for choice in answer.delta(*event):
             await stream.send(answer.chunk(choice))
-        event = await _next_event(stream, events)
+        event = await events.next()
     for payload in answer.closing():
         await stream.send(payload)
     await stream.finish()
-
-
-async def _next_event(stream: EventStream, events: EventSource) -> Event | None:
-    while True:
-        try:
-            return await events.next(PATIENCE_S)
-        except TimeoutError:
-            await stream.idle()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import suppress
 from typing import Any
 
 from aiohttp import web
@@ -18,9 +19,12 @@ _LAST_WORDS_S = 1.0
 _LINE_BREAKS = str.maketrans({"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"})
 
 
+_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
+
+
 def dumps(payload: Any) -> str:
     """Returns JSON on one line, by anyone's idea of a line."""
-    text = json.dumps(payload, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    text = _encode(payload)
     return text if text.isascii() else text.translate(_LINE_BREAKS)
 
 
@@ -76,7 +80,9 @@ class EventStream:
         if self._idle_s >= PING_INTERVAL_S or must_check:
             await self.open()
             self._idle_s = 0.0
-            await self._response.write(b": ping\n\n")
+            # The answer may just have ended; who is gone is noticed by aiohttp, which ends that.
+            with suppress(ConnectionError, RuntimeError):
+                await self._response.write(b": ping\n\n")
 
     async def finish(self) -> None:
         """Ends a complete answer."""
