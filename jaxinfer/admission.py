@@ -5,8 +5,16 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from jaxinfer.constraints import GrammarCompiler, GrammarMatcher, TokenRules
-from jaxinfer.request import Completion, EngineRequest, QueueFullError, TokenMatcher
+import numpy as np
+
+from jaxinfer.constraints import GrammarCompiler, GrammarFailure, GrammarMatcher, TokenRules
+from jaxinfer.request import (
+    UNSATISFIABLE,
+    Completion,
+    EngineRequest,
+    QueueFullError,
+    TokenMatcher,
+)
 from jaxinfer.runner.row_state import MAX_STOP_IDS
 from jaxinfer.sampling_params import InvalidParameter, SamplingParams
 from jaxinfer.scheduler.ngram import NgramDrafter
@@ -74,7 +82,8 @@ class Admission:
     def check(self, request: EngineRequest) -> None:
         """Checks a request against the model and the pool; changes nothing, from any thread.
 
-        A grammar is compiled, which may take seconds.
+        A grammar is compiled, which may take seconds. What leaves no first token is refused; what
+        leaves none later shows only then.
 
         Raises:
           InvalidParameter: `add` would refuse it.
@@ -125,24 +134,44 @@ class Admission:
             )
         if request.params.grammar is not None and not request.compiled:
             request.compiled.append(self._grammars.compile(request.params.grammar))
+        try:
+            self._check_first_token(request)
+        except GrammarFailure as error:
+            raise InvalidParameter(error.param or "grammar", str(error), UNSATISFIABLE) from None
+
+    def _check_first_token(self, request: EngineRequest) -> None:
+        params = request.params
+        if params.allowed_token_ids is not None or params.bad_words:
+            matcher, _ = self._matcher(request, params)
+            if matcher is not None:
+                matcher.fill(np.zeros((-(-self._vocab_size // 32),), np.uint32))
 
     def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
         stop_ids = frozenset(params.stop_token_ids)
         return stop_ids if params.ignore_eos else stop_ids | self._eos_token_ids
+
+    def _matcher(
+        self, request: EngineRequest, params: SamplingParams
+    ) -> tuple[TokenMatcher | None, SamplingParams]:
+        """Returns what a completion must follow, and its settings without what that sees to."""
+        matcher: TokenMatcher | None = None
+        if params.grammar is not None:
+            [grammar] = request.compiled
+            param = params.grammar.param
+            matcher = GrammarMatcher(grammar, params.min_tokens, params.ignore_eos, param)
+            # The masks see to it, as not even they may forbid all that the grammar allows.
+            params = replace(params, min_tokens=0)
+        stop_ids = self._stop_ids(params)
+        rules = TokenRules.of(params, self._tokenizer, self._vocab_size, stop_ids, matcher)
+        return rules, params
 
     def _make_completion(
         self, request: EngineRequest, index: int, params: SamplingParams
     ) -> tuple[Sequence, Completion]:
         max_tokens = self.max_tokens(request)
         num_drafts = self._scheduler.limits.num_draft_tokens
-        matcher: TokenMatcher | None = None
-        if request.compiled:
-            [grammar] = request.compiled
-            matcher = GrammarMatcher(grammar, params.min_tokens, params.ignore_eos)
-            # The masks see to it, as not even they may forbid all that the grammar allows.
-            params = replace(params, min_tokens=0)
+        matcher, params = self._matcher(request, params)
         stop_ids = self._stop_ids(params)
-        matcher = TokenRules.of(params, self._tokenizer, self._vocab_size, stop_ids, matcher)
         # Where each token changes what may follow, nothing can be sampled ahead.
         speculates = (
             num_drafts > 0

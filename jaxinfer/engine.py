@@ -316,16 +316,19 @@ class Engine:
     def _end_failed(self, failed: Iterable[tuple[Sequence, Exception]]) -> None:
         """Ends completions that their grammar can lead no further."""
         for sequence, error in failed:
-            message = _fault(error, f"{sequence.seq_id} is led no further by its grammar")
-            self._end(sequence, str(error) if isinstance(error, GrammarFailure) else message)
+            if isinstance(error, GrammarFailure):
+                self._end(sequence, str(error), error.param)
+            else:
+                name = sequence.seq_id
+                self._end(sequence, _fault(error, f"{name} is led no further by its grammar"))
 
-    def _end(self, sequence: Sequence, message: str) -> None:
+    def _end(self, sequence: Sequence, message: str, param: str | None = None) -> None:
         """Ends one completion with an error, after the text it has so far."""
         self.scheduler.finish(sequence, "error")
         self._read()
         completion = self._completions.get(sequence.seq_id)
         if completion is not None:
-            self._deltas.append(completion.ended("error", message))
+            self._deltas.append(completion.ended("error", message, param))
             self._forget(sequence, "error")
 
     def _num_logprobs(self, row: PlannedRow) -> tuple[int, int]:

@@ -60,6 +60,7 @@ class OutputDelta:
       num_cached_tokens: prompt tokens taken from the prefix cache; of index 0, whose siblings
         find what it has computed.
       error: what went wrong, with `finish_reason == "error"`.
+      error_param: the request's parameter that cannot be followed; None where the fault is ours.
       times: on the last delta of a completion that came to its own end.
       hidden: the final hidden state of the prompt's last token, on the last delta of a request
         that `embeds`.
@@ -75,6 +76,7 @@ class OutputDelta:
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     num_cached_tokens: int = 0
     error: str | None = None
+    error_param: str | None = None
     times: PhaseTimes | None = field(default=None, compare=False)
     hidden: array[float] | None = None
 

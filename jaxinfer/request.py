@@ -16,6 +16,10 @@ class QueueFullError(RuntimeError):
     """Too many requests wait; try again later."""
 
 
+UNSATISFIABLE = "unsatisfiable_constraint"
+"""The code of a request whose parameters leave no token to come next, now or later."""
+
+
 class EngineDeadError(RuntimeError):
     """The engine stopped; no request can be served any more."""
 
@@ -162,7 +166,9 @@ class Completion:
             num_cached_tokens=self.num_cached_tokens,
         )
 
-    def ended(self, reason: FinishReason, error: str | None = None) -> OutputDelta:
+    def ended(
+        self, reason: FinishReason, error: str | None = None, error_param: str | None = None
+    ) -> OutputDelta:
         """Returns the last delta of a completion that was cut short."""
         return OutputDelta(
             self.request_id,
@@ -170,6 +176,7 @@ class Completion:
             finish_reason=reason,
             num_cached_tokens=self.num_cached_tokens,
             error=error,
+            error_param=error_param,
         )
 
     def times(self, now: float) -> PhaseTimes:

@@ -10,7 +10,15 @@ _NEVER = 2**63
 
 
 class GrammarFailure(RuntimeError):
-    """A completion that can follow its grammar no further; the message holds none of its text."""
+    """A completion that can follow its grammar no further; the message holds none of its text.
+
+    Attributes:
+      param: the request's parameter that cannot be followed; None where the fault is ours.
+    """
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
 
 
 class CompiledGrammar:
@@ -45,12 +53,18 @@ class GrammarMatcher:
       grammar: that it follows.
       min_tokens: an end-of-sequence id comes earlier only where nothing else may come.
       ignore_eos: and later too.
+      param: that asked for the grammar, for failures.
     """
 
     def __init__(
-        self, grammar: CompiledGrammar, min_tokens: int = 0, ignore_eos: bool = False
+        self,
+        grammar: CompiledGrammar,
+        min_tokens: int = 0,
+        ignore_eos: bool = False,
+        param: str = "grammar",
     ) -> None:
         self._grammar = grammar
+        self._param = param
         self._matcher = grammar.first_state()
         self._num_tokens = 0
         self._min_tokens = _NEVER if ignore_eos else min_tokens
@@ -93,11 +107,12 @@ class GrammarMatcher:
                 words = others
         mask[...] = words[: len(mask)]
         if not mask.any():
-            raise GrammarFailure("by the grammar none of the model's tokens may come next")
+            message = "by the grammar none of the model's tokens may come next"
+            raise GrammarFailure(message, self._param)
 
     def _failure(self) -> GrammarFailure:
         self._grammar.is_spoiled = True
         why = self._matcher.get_error().partition("<")[0].strip()
         if "token" in why:  # which it would quote
-            why = "a token was sampled that may not come next"
-        return GrammarFailure(f"the grammar can be followed no further: {why}")
+            return GrammarFailure("a token was sampled that by the grammar may not come next")
+        return GrammarFailure(f"the grammar can be followed no further: {why}", self._param)

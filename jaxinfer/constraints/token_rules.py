@@ -37,6 +37,7 @@ class TokenRules:
         min_tokens: int = 0,
         grammar: TokenMatcher | None = None,
     ) -> None:
+        self._param = "bad_words" if allowed is None else "allowed_token_ids"
         # A tokenizer may know ids that the model does not.
         words = [tuple(word) for word in words if max(word) < vocab_size]
         single = [word[0] for word in words if len(word) == 1]
@@ -101,7 +102,9 @@ class TokenRules:
                 mask[last // 32] &= np.uint32(~(1 << last % 32) & 0xFFFFFFFF)
         is_early = self._grammar is None and self._num_tokens < self._min_tokens
         if not (mask & self._not_stops if is_early else mask).any():
-            raise GrammarFailure("allowed_token_ids and bad_words leave no token to come next")
+            message = "allowed_token_ids and bad_words leave no token to come next"
+            message += " that the grammar allows" if self._grammar is not None else ""
+            raise GrammarFailure(message, self._param)
 
 
 def _bits(token_ids: Iterable[int], vocab_size: int) -> np.ndarray:

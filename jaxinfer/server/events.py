@@ -10,7 +10,8 @@ from typing import Self
 
 from jaxinfer.async_engine import AsyncEngine, EngineDeadError, EngineRequest, QueueFullError
 from jaxinfer.outputs import OutputDelta
-from jaxinfer.server.errors import ApiError, internal, queue_full, unavailable
+from jaxinfer.request import UNSATISFIABLE
+from jaxinfer.server.errors import ApiError, internal, invalid, queue_full, unavailable
 
 _log = logging.getLogger(__name__)
 
@@ -116,6 +117,9 @@ class EventSource:
             delta.finish_reason == "error" and self._engine.state != "ready"
         ):
             return _engine_stopped()
+        if delta.error_param is not None:
+            _log.info("request %s cannot go on: %s", delta.request_id, delta.error)
+            return invalid(delta.error_param, delta.error or "", UNSATISFIABLE)
         if delta.finish_reason == "error":
             _log.error("request %s failed: %s", delta.request_id, delta.error)
             return internal(delta.request_id)

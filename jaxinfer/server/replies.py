@@ -48,8 +48,8 @@ async def reply(request: web.Request, answer: WholeAnswer) -> web.StreamResponse
 
 
 def _note_failure(request: web.Request, error: ApiError) -> None:
-    """Tells faults of ours from requests that were ended in the request's log line."""
-    if error.status == 500:
+    """Tells what could not be answered from requests that were ended in their log line."""
+    if error.status in (400, 500):
         request[REQUEST_LOG]["finish_reason"] = "error"
 
 

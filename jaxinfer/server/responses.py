@@ -29,7 +29,6 @@ async def responses(request: web.Request) -> web.StreamResponse:
     model, call = await read_call(request, parse)
     make = functools.partial(ResponsesAnswer, repeated=call.repeated)
     try:
-        answer = await chat_answer(request, model, call.chat, make)
+        return await reply(request, await chat_answer(request, model, call.chat, make))
     except ApiError as error:
         raise renamed(error, call.sources) from None
-    return await reply(request, answer)

@@ -70,7 +70,9 @@ class ResponsesAnswer(ChatAnswer):
         """Returns the event that ends a response which fails on the way."""
         if self._items.as_json():
             list(self._items.end("incomplete"))
-        about = {"code": "server_error", "message": error["error"]["message"]}
+        kind, message = error["error"]["type"], error["error"]["message"]
+        code = "invalid_prompt" if kind == "invalid_request_error" else "server_error"
+        about = {"code": code, "message": message}
         return self.chunk(self._lifecycle("failed", about))
 
     def take(self, prompt: int, delta: OutputDelta) -> None:

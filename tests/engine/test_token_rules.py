@@ -120,8 +120,12 @@ def test_rules_beside_a_grammar(make_engine, run, prompt, depth):
     assert set(choice.text) <= set("bcdef")
     assert "bc" not in choice.text
     exclusive = {**params, "bad_words": list("abcdef")}
-    failed, other = run(engine, [(prompt(5), exclusive), (prompt(6), GREEDY)])
-    assert failed.outputs[0].finish_reason == "error"
+    with pytest.raises(InvalidParameter, match="leave no token") as refused:
+        run(engine, [(prompt(5), exclusive)])
+    assert (refused.value.param, refused.value.code) == ("bad_words", "unsatisfiable_constraint")
+    later = {**params, "bad_words": ["a", *(f"{x}{y}" for x in "bcdef" for y in "bcdef")]}
+    failed, other = run(engine, [(prompt(5), later), (prompt(6), GREEDY)])
+    assert (failed.outputs[0].finish_reason, len(failed.outputs[0].text)) == ("error", 1)
     assert "leave no token" in failed.outputs[0].error
     assert other.outputs[0].finish_reason == "length"
 

@@ -1,5 +1,6 @@
 """What an answer must match: every name for it, and that it is refused before anything is sent."""
 
+import asyncio
 import json
 import threading
 
@@ -242,3 +243,84 @@ async def test_answers_of_a_real_engine_match(monkeypatch):
                 error = json.loads(reply)["error"]
                 assert [error["param"]] == list(refused)
                 assert "cannot be used" in error["message"]
+
+
+DEAD_ENDS = {
+    "allowed, at once": ({"guided_choice": ["yes"], "allowed_token_ids": [65]}, 0),
+    "banned, at once": ({"guided_choice": ["yes"], "bad_words": ["y"]}, 0),
+    "no grammar, at once": ({"allowed_token_ids": [65], "bad_words": ["A"]}, 0),
+    "allowed, later": ({"guided_choice": ["yes"], "allowed_token_ids": [101, 121]}, 2),
+    "banned, later": ({"guided_regex": "yes|yet", "bad_words": ["es", "et"]}, 2),
+    "no grammar, later": ({"allowed_token_ids": [65], "bad_words": ["AAA"]}, 2),
+}
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("name", DEAD_ENDS)
+async def test_where_no_token_is_left_a_request_ends_alone_with_a_400(monkeypatch, name, path):
+    parameters, num_tokens = DEAD_ENDS[name]
+    wanted = {"seed": 1, "max_tokens": 12, "ignore_eos": True}
+    prompt = {"prompt": "x"} if path == "/v1/completions" else chat("x")
+
+    async with tiny_server(monkeypatch) as server, aiohttp.ClientSession(server.url) as session:
+
+        async def ask(**parameters):
+            async with session.post(path, json={**prompt, **wanted, **parameters}) as response:
+                return response.status, (await response.read()).decode()
+
+        def choices(reply):
+            return json.loads(reply)["choices"]
+
+        _, alone = await ask()
+        whole, stream, *others = await asyncio.gather(
+            ask(**parameters), ask(**parameters, stream=True), ask(), ask()
+        )
+        assert [choices(other) for _, other in others] == [choices(alone)] * 2
+        health, _ = await ask(max_tokens=1)
+        assert health == 200
+    assert whole[0] == 400, whole
+    error = json.loads(whole[1])["error"]
+    assert error["param"] in parameters
+    assert error["param"] in ("allowed_token_ids", "bad_words")
+    assert error["code"] == "unsatisfiable_constraint"
+    assert "no token" in error["message"]
+    if not num_tokens:
+        assert stream == whole
+        return
+    assert stream[0] == 200
+    *events, last = [json.loads(event[6:]) for event in stream[1].split("\n\n") if event]
+    assert last == {"error": error}
+    shown = [
+        choice.get("text", choice.get("delta", {}).get("content"))
+        for event in events
+        for choice in event["choices"]
+    ]
+    assert len("".join(text or "" for text in shown)) == num_tokens
+    assert all(choice["finish_reason"] is None for event in events for choice in event["choices"])
+
+
+async def test_a_bias_against_all_that_may_come_bans_nothing(monkeypatch):
+    body = {"prompt": "x", "guided_choice": ["yes"], "logit_bias": dict.fromkeys(b"yes", -100)}
+    async with (
+        tiny_server(monkeypatch) as server,
+        aiohttp.ClientSession(server.url) as session,
+        session.post("/v1/completions", json=body) as response,
+    ):
+        reply = await response.json()
+    assert reply["choices"][0]["text"] == "yes"
+
+
+async def test_a_response_that_cannot_go_on_says_so_in_its_last_event(monkeypatch):
+    body = {"input": "x", "bad_words": ["es"], "stream": True, "max_output_tokens": 9}
+    body["text"] = {"format": {"type": "json_schema", "name": "x", "schema": {"const": "yes"}}}
+    async with (
+        tiny_server(monkeypatch) as server,
+        aiohttp.ClientSession(server.url) as session,
+        session.post("/v1/responses", json=body) as response,
+    ):
+        assert response.status == 200
+        *_, last = [line for line in (await response.text()).split("\n") if "data: " in line]
+    answer = json.loads(last.removeprefix("data: "))
+    assert answer["type"] == "response.failed"
+    assert answer["response"]["error"]["code"] == "invalid_prompt"
+    assert "no token" in answer["response"]["error"]["message"]
