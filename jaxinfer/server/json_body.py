@@ -35,6 +35,9 @@ async def read_body(
     encoding = request.headers.get("Content-Encoding", "identity").lower()
     if encoding != "identity":
         raise ApiError(415, f"Content-Encoding {encoding[:40]!r} is not accepted; send plain JSON")
+    most, length = request.client_max_size, request.content_length
+    if most and length is not None and length > most:  # its bytes need not be waited for
+        raise web.HTTPRequestEntityTooLarge(max_size=most, actual_size=length)
     try:
         async with asyncio.timeout(READ_TIMEOUT_S):
             body = await request.read()

@@ -51,6 +51,22 @@ async def test_unknown_models(start):
     assert (await server.get("/v1/models/other"))[0] == 404
 
 
+async def test_a_length_above_the_limit_is_refused_before_the_body_comes(start):
+    server = await start(max_body_bytes=1000)
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {{}}\r\n\r\n"
+    writer.write(head.format(1001).encode())
+    async with asyncio.timeout(5):
+        reply = await reader.readuntil(b"}}")
+    assert reply.startswith(b"HTTP/1.1 413 ")
+    assert b"request_too_large" in reply
+    writer.write(b" " * 1001)  # the connection can be used on
+    writer.write(head.format(2).encode() + b"{}")
+    async with asyncio.timeout(5):
+        assert (await reader.readuntil(b"}}")).startswith(b"HTTP/1.1 400 ")
+    writer.close()
+
+
 async def test_bodies_that_cannot_be_read(start):
     server = await start(max_body_bytes=1000)
     status, body, _ = await server.post(CHAT, b"{")
