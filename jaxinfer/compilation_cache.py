@@ -23,7 +23,7 @@ from kernels.quantized_matmul import cpu as quantized_matmul
 
 _NATIVE = (decoder_layers, lazy_zeros, logit_stats, paged_attention, quantized_matmul)
 
-_NO_PROGRAMS = ("server", "scheduler", "text", "load_test", "checkpoint")
+_NO_PROGRAMS = ("server", "scheduler", "text", "load_test", "checkpoint", "constraints")
 """Folders whose code is in no program."""
 
 

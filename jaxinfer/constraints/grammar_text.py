@@ -33,32 +33,51 @@ def llguidance_text(grammar: Grammar) -> str:
     return text
 
 
+def lark_rule(grammar: Grammar, whitespace: str) -> str:
+    """Returns the right side of a Lark rule for a grammar that is not itself in Lark.
+
+    Args:
+      grammar: of a kind other than lark.
+      whitespace: pattern of what stands between the parts of JSON, if its schema does not say so.
+
+    Raises:
+      ValueError: it holds what JSON cannot, or its pattern is none.
+    """
+    if grammar.kind == "regex":
+        import llguidance
+
+        # Digits are those of ASCII, as in most engines of patterns that people know.
+        return f"/{llguidance.regex_to_lark(grammar.value, 'd')}/"
+    if grammar.kind == "choice":
+        return " | ".join(_dumps(text) for text in grammar.value)
+    return f"%json {_dumps(_schema(grammar, whitespace))}"
+
+
 def _text(grammar: Grammar) -> str:
     match grammar.kind:
-        case "json_schema":
-            return _json(grammar.value)
-        case "json_object":
-            return _json({"type": "object"})
+        case "json_schema" | "json_object":
+            return _dumps({"grammars": [{"json_schema": _schema(grammar, _WHITESPACE)}]})
         case "regex":
-            import llguidance
-
-            # Digits are those of ASCII, as in most engines of patterns that people know.
-            return f"start: /{llguidance.regex_to_lark(grammar.value, 'd')}/"
+            return f"start: {lark_rule(grammar, _WHITESPACE)}"
         case "choice":
-            texts = (json.dumps(text, ensure_ascii=False) for text in grammar.value)
             # One lexeme: of as many rules as there are texts, each token would cost all.
-            return "start: CHOICE\nCHOICE: " + " | ".join(texts)
+            return f"start: CHOICE\nCHOICE: {lark_rule(grammar, _WHITESPACE)}"
         case _:
             return str(grammar.value)
 
 
-def _json(schema: dict[str, Any] | bool) -> str:
+def _schema(grammar: Grammar, whitespace: str) -> dict[str, Any] | bool:
+    schema: Any = {"type": "object"} if grammar.kind == "json_object" else grammar.value
     if isinstance(schema, dict):
         options = schema.get("x-guidance", {})
         if isinstance(options, dict):  # else llguidance says that it must be
-            options = {"whitespace_pattern": _WHITESPACE, **options}
-        schema = {**schema, "x-guidance": options}
+            options = {"whitespace_pattern": whitespace, **options}
+        return {**schema, "x-guidance": options}
+    return bool(schema)
+
+
+def _dumps(value: Any) -> str:
     try:
-        return json.dumps({"grammars": [{"json_schema": schema}]}, ensure_ascii=False)
+        return json.dumps(value, ensure_ascii=False)
     except TypeError as error:
         raise ValueError(f"it holds what JSON cannot: {error}") from None

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
+from jaxinfer.constraints.grammar_text import lark_rule
 from jaxinfer.grammar import Grammar
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.server.errors import invalid
@@ -122,21 +122,7 @@ def _grammar(
         if grammar.kind == "lark":
             message = f"{grammar.param} cannot be combined with tools, except with tool_choice none"
             raise invalid(grammar.param, message)
-        other = _rule(grammar)
+        other = lark_rule(grammar, WHITE_SPACE)
     text = answer_grammar(syntax, markers, is_required=is_required, strict=strict, other=other)
     is_given = grammar is not None and not is_required
     return Grammar("lark", text, param=grammar.param if grammar and is_given else "tools")
-
-
-def _rule(grammar: Grammar) -> str:
-    """Returns the right side of a Lark rule for a grammar that is not in Lark."""
-    if grammar.kind == "regex":
-        import llguidance
-
-        return f"/{llguidance.regex_to_lark(grammar.value, 'd')}/"
-    if grammar.kind == "choice":
-        return " | ".join(json.dumps(text, ensure_ascii=False) for text in grammar.value)
-    schema = {"type": "object"} if grammar.kind == "json_object" else grammar.value
-    if isinstance(schema, dict) and isinstance(schema.get("x-guidance", {}), dict):
-        schema = {**schema, "x-guidance": {**WHITE_SPACE, **schema.get("x-guidance", {})}}
-    return f"%json {json.dumps(schema, ensure_ascii=False)}"

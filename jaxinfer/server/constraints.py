@@ -21,7 +21,8 @@ from jaxinfer.server.fields import (
 )
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-_FORMATS = ("text", "json_object", "json_schema")
+FORMATS = ("text", "json_object", "json_schema")
+"""What an answer may be asked to be."""
 _SCHEMA = {"anyOf": [{"type": "object"}, {"type": "string"}]}
 _GRAMMAR_TYPES = ("regex", "json_schema", "lark", "llguidance")
 
@@ -115,13 +116,13 @@ def _read_structured_outputs(value: Any, path: str) -> Grammar | None:
 
 
 @described(
-    {"type": "object", "required": ["type"], "properties": {"type": {"enum": list(_FORMATS)}}}
+    {"type": "object", "required": ["type"], "properties": {"type": {"enum": list(FORMATS)}}}
 )
 def _read_response_format(value: Any, path: str) -> Grammar | None:
     given = json_object(value, path)
     if given.get("type") is None:
         raise missing(f"{path}.type")
-    kind = one_of(*_FORMATS)(given["type"], f"{path}.type")
+    kind = one_of(*FORMATS)(given["type"], f"{path}.type")
     if kind == "text":
         return None
     if kind == "json_object":

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from aiohttp import web
 
@@ -21,7 +21,7 @@ from jaxinfer.server.parameters import GenerationOptions, fit_to_context
 from jaxinfer.server.protocol_chat import ChatRequest, parse_chat
 from jaxinfer.server.protocol_completions import CompletionRequest, parse_completion
 from jaxinfer.server.replies import reply
-from jaxinfer.server.routing import read_call
+from jaxinfer.server.routing import read_generation
 from jaxinfer.server.served_model import ServedModel
 from jaxinfer.server.state import CONFIG, MODEL, REQUEST_ID
 from jaxinfer.server.threads import in_thread
@@ -36,13 +36,7 @@ ChatAnswerT = TypeVar("ChatAnswerT", bound=ChatAnswer)
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     """POST /v1/chat/completions."""
-    config = request.app[CONFIG]
-
-    def parse(body: Mapping[str, Any], model: ServedModel) -> ChatRequest:
-        defaults = model.engine.default_params
-        return parse_chat(body, defaults=defaults, vocab_size=model.vocab_size, config=config)
-
-    model, call = await read_call(request, parse)
+    model, call = await read_generation(request, parse_chat)
     return await reply(request, await chat_answer(request, model, call, ChatAnswer))
 
 
@@ -81,13 +75,7 @@ async def chat_answer(
 
 async def completions(request: web.Request) -> web.StreamResponse:
     """POST /v1/completions."""
-    config = request.app[CONFIG]
-
-    def parse(body: Mapping[str, Any], model: ServedModel) -> CompletionRequest:
-        defaults = model.engine.default_params
-        return parse_completion(body, defaults=defaults, vocab_size=model.vocab_size, config=config)
-
-    model, call = await read_call(request, parse)
+    model, call = await read_generation(request, parse_completion)
     model.check_room()
     engine = model.engine
     prompts, echoes = await in_thread(request, lambda: _prompt_ids(engine, call))

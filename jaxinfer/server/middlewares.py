@@ -16,7 +16,7 @@ from aiohttp import web
 from jaxinfer.server import cors, page
 from jaxinfer.server.connection import connection_of
 from jaxinfer.server.errors import ApiError, internal
-from jaxinfer.server.sse import dumps
+from jaxinfer.server.sse import json_response
 from jaxinfer.server.state import CONFIG, METRICS, MODEL, REQUEST_ID, REQUEST_LOG
 
 _log = logging.getLogger(__name__)
@@ -113,9 +113,7 @@ async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 
 def _error_response(error: ApiError) -> web.Response:
-    response = web.json_response(
-        error.body, status=error.status, headers=error.headers, dumps=dumps
-    )
+    response = json_response(error.body, status=error.status, headers=error.headers)
     if error.headers.get("Connection") == "close":
         response.force_close()
     return response

@@ -14,7 +14,7 @@ from jaxinfer.server.errors import ApiError, missing, shown
 from jaxinfer.server.fields import Field, read_object, string
 from jaxinfer.server.json_body import read_body
 from jaxinfer.server.served_model import ServedModel
-from jaxinfer.server.sse import dumps
+from jaxinfer.server.sse import json_response
 from jaxinfer.server.state import CONFIG, EXECUTOR, LIFECYCLE, MODELS
 
 _log = logging.getLogger(__name__)
@@ -30,13 +30,13 @@ async def list_models(request: web.Request) -> web.Response:
         lifecycle.check_ready()
     lifecycle.check_open()
     models = [_as_json(model, name) for model in request.app[MODELS] for name in model.names]
-    return _json({"object": "list", "data": models})
+    return json_response({"object": "list", "data": models})
 
 
 async def get_model(request: web.Request) -> web.Response:
     """GET /v1/models/{id}: at any time; ids may contain slashes."""
     name = request.match_info["id"]
-    return _json(_as_json(request.app[MODELS].find(name), name))
+    return json_response(_as_json(request.app[MODELS].find(name), name))
 
 
 async def load_model(request: web.Request) -> web.Response:
@@ -50,7 +50,7 @@ async def load_model(request: web.Request) -> web.Response:
         why = str(error) if isinstance(error, ConfigError) else "the server's log says why"
         message = f"model {shown(name)} could not be loaded: {why}"
         raise ApiError(400, message, code="model_load_failed", param="model") from None
-    return _json(_as_json(model, name))
+    return json_response(_as_json(model, name))
 
 
 async def unload_model(request: web.Request) -> web.Response:
@@ -61,7 +61,7 @@ async def unload_model(request: web.Request) -> web.Response:
         raise ApiError(409, message, code="model_loading", param="model")
     timeout_s = request.app[CONFIG].shutdown_timeout
     await asyncio.shield(request.app[LIFECYCLE].unload_model(model, timeout_s))
-    return _json(_as_json(model, name))
+    return json_response(_as_json(model, name))
 
 
 async def _named(request: web.Request) -> tuple[str, ServedModel]:
@@ -90,7 +90,3 @@ def _as_json(model: ServedModel, name: str) -> dict[str, Any]:
         "max_model_len": model.engine.max_model_len if is_loaded else None,
         "status": model.status,
     }
-
-
-def _json(body: Any) -> web.Response:
-    return web.json_response(body, dumps=dumps)

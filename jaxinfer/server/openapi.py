@@ -18,7 +18,7 @@ from jaxinfer.server.openapi_schemas import BY_HAND, SCHEMAS, nullable, ref
 from jaxinfer.server.protocol_chat import CHAT
 from jaxinfer.server.protocol_completions import COMPLETIONS
 from jaxinfer.server.responses_protocol import RESPONSES
-from jaxinfer.server.sse import dumps
+from jaxinfer.server.sse import json_response
 from jaxinfer.server.state import CONFIG, MODELS
 from jaxinfer.server.tokenizer_api import DETOKENIZE, TOKENIZE
 
@@ -93,7 +93,7 @@ _PREFIX = "/v1"
 
 async def openapi(request: web.Request) -> web.Response:
     """GET /openapi.json: this document."""
-    return web.json_response(document(request.app), dumps=dumps)
+    return json_response(document(request.app))
 
 
 def document(app: web.Application) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxinfer.config import ServerConfig
+from jaxinfer.server.constraints import FORMATS
 from jaxinfer.server.errors import ApiError, invalid, missing, unsupported
 from jaxinfer.server.fields import (
     Field,
@@ -28,6 +29,7 @@ from jaxinfer.server.fields import (
 from jaxinfer.server.parameters import SHARED
 from jaxinfer.server.protocol_chat import CHAT, ChatRequest, parse_chat
 from jaxinfer.server.responses_input import read_input, read_kind
+from jaxinfer.server.tools import TOOL_CHOICE_SCHEMA
 
 _LOGPROBS = "message.output_text.logprobs"
 _NO_STORE = "is not supported: this server keeps no responses; send the whole conversation as input"
@@ -36,7 +38,6 @@ _FUNCTION = {
     "required": ["type", "name"],
     "properties": {"type": {"const": "function"}, "name": {"type": "string"}},
 }
-_FORMATS = ("text", "json_object", "json_schema")
 _TEXT = {"verbosity": Field(string()), "format": Field(json_object)}
 _REASONING = {
     "effort": CHAT["reasoning_effort"],
@@ -59,18 +60,7 @@ def _read_tool(value: Any, path: str) -> dict[str, Any]:
     return {"type": "function", "function": {**function, "strict": strict is None or strict}}
 
 
-@described(
-    {
-        "anyOf": [
-            {"type": "string", "enum": ["none", "auto", "required"]},
-            {
-                "type": "object",
-                "required": ["type"],
-                "properties": {"type": {"enum": ["function", "allowed_tools"]}},
-            },
-        ]
-    }
-)
+@described(TOOL_CHOICE_SCHEMA)
 def _read_tool_choice(value: Any, path: str) -> Any:
     """Returns the choice in the chat's form."""
     if not isinstance(value, dict):
@@ -222,7 +212,7 @@ def _response_format(text: Mapping[str, Any]) -> dict[str, Any] | None:
     given = text.get("format")
     if given is None:
         return None
-    kind = one_of(*_FORMATS)(given.get("type"), "text.format.type")
+    kind = one_of(*FORMATS)(given.get("type"), "text.format.type")
     if kind != "json_schema":
         return {"type": kind}
     names = ("name", "schema", "strict", "description")

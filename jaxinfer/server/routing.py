@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeVar
 
 from aiohttp import web
 
+from jaxinfer.config import ServerConfig
 from jaxinfer.server.json_body import read_body
 from jaxinfer.server.served_model import ServedModel
-from jaxinfer.server.state import EXECUTOR, LIFECYCLE, MODEL, MODELS
+from jaxinfer.server.state import CONFIG, EXECUTOR, LIFECYCLE, MODEL, MODELS
 
 CallT = TypeVar("CallT")
+CallT_co = TypeVar("CallT_co", covariant=True)
+
+
+class GenerationParser(Protocol[CallT_co]):
+    """Reads the body of a request to generate, such as `parse_chat`."""
+
+    def __call__(
+        self,
+        body: Mapping[str, Any],
+        *,
+        defaults: Mapping[str, Any],
+        vocab_size: int,
+        config: ServerConfig,
+    ) -> CallT_co:
+        """Returns what it asks of a model with that vocabulary and those default settings."""
 
 
 def model_of(request: web.Request, name: str | None) -> ServedModel:
@@ -47,3 +63,23 @@ async def read_call(
         return model, parse(values, model)
 
     return await read_body(request, request.app[EXECUTOR], convert)
+
+
+async def read_generation(
+    request: web.Request, parse: GenerationParser[CallT]
+) -> tuple[ServedModel, CallT]:
+    """Returns the model that a request to generate names, and what it asks of that model.
+
+    Raises:
+      ApiError: as `read_call`.
+    """
+    config = request.app[CONFIG]
+    return await read_call(
+        request,
+        lambda body, model: parse(
+            body,
+            defaults=model.engine.default_params,
+            vocab_size=model.vocab_size,
+            config=config,
+        ),
+    )

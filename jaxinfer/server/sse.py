@@ -1,4 +1,4 @@
-"""Server-sent events: one `data:` line per JSON object, comments while nothing is produced."""
+"""JSON as it goes out: whole, or as server-sent events, with comments while nothing is produced."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ PATIENCE_S = 1.0
 _LAST_WORDS_S = 1.0
 # Clients that split lines the way str.splitlines does would cut a payload at these.
 _LINE_BREAKS = str.maketrans({"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"})
-
-
 _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 
 
@@ -26,6 +24,11 @@ def dumps(payload: Any) -> str:
     """Returns JSON on one line, by anyone's idea of a line."""
     text = _encode(payload)
     return text if text.isascii() else text.translate(_LINE_BREAKS)
+
+
+def json_response(payload: Any, **options: Any) -> web.Response:
+    """Returns a whole reply; `options` are of aiohttp's Response."""
+    return web.json_response(payload, dumps=dumps, **options)
 
 
 class EventStream:

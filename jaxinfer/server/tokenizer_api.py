@@ -13,7 +13,7 @@ from jaxinfer.server.fields import Field, array, boolean, integer, read_object, 
 from jaxinfer.server.protocol_chat import CHAT, ChatRequest, parse_chat
 from jaxinfer.server.routing import model_of, read_call
 from jaxinfer.server.served_model import ServedModel
-from jaxinfer.server.sse import dumps
+from jaxinfer.server.sse import json_response
 from jaxinfer.server.state import CONFIG
 from jaxinfer.server.threads import in_thread
 
@@ -80,7 +80,7 @@ async def tokenize(request: web.Request) -> web.Response:
             {"id": token_id, "piece": _piece(engine.tokenizer.token_bytes(token_id))}
             for token_id in ids
         ]
-    return web.json_response(reply, dumps=dumps)
+    return json_response(reply)
 
 
 def _piece(data: bytes) -> str | list[int]:
@@ -105,11 +105,11 @@ async def detokenize(request: web.Request) -> web.Response:
         message = f"tokens holds {shown(max(ids))}, but ids end at {tokenizer.vocab_size - 1}"
         raise invalid("tokens", message)
     text = await in_thread(request, lambda: tokenizer.decode(ids, skip_special_tokens=False))
-    return web.json_response({"prompt": text, "content": text}, dumps=dumps)
+    return json_response({"prompt": text, "content": text})
 
 
 async def tokenizer_info(request: web.Request) -> web.Response:
     """GET /tokenizer_info?model=NAME: what a client needs to render chats itself."""
     tokenizer = model_of(request, request.query.get("model")).engine.tokenizer
     body = {**tokenizer.special_tokens, "chat_template": tokenizer.chat_template}
-    return web.json_response(body, dumps=dumps)
+    return json_response(body)

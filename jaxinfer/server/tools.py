@@ -122,18 +122,19 @@ def _read_reference(value: Any, path: str) -> tuple[str, str]:
 _MODES = ("none", "auto", "required")
 
 
-@described(
-    {
-        "anyOf": [
-            {"type": "string", "enum": list(_MODES)},
-            {
-                "type": "object",
-                "required": ["type"],
-                "properties": {"type": {"enum": ["function", "allowed_tools"]}},
-            },
-        ]
-    }
-)
+TOOL_CHOICE_SCHEMA = {
+    "anyOf": [
+        {"type": "string", "enum": list(_MODES)},
+        {
+            "type": "object",
+            "required": ["type"],
+            "properties": {"type": {"enum": ["function", "allowed_tools"]}},
+        },
+    ]
+}
+
+
+@described(TOOL_CHOICE_SCHEMA)
 def _read_tool_choice(value: Any, path: str) -> _Choice:
     if isinstance(value, str):
         return _Choice(one_of(*_MODES)(value, path))

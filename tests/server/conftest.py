@@ -3,6 +3,7 @@
 import contextlib
 
 import aiohttp
+import openai
 import pytest
 from aiohttp import web
 from server.fake_engine import FakeAsyncEngine, Server, until
@@ -48,3 +49,12 @@ async def start(engine):
 @pytest.fixture
 async def server(start):
     return await start()
+
+
+@pytest.fixture
+async def client(server):
+    """OpenAI's own Python client of `server`."""
+    async with openai.AsyncOpenAI(
+        base_url=server.url + "/v1", api_key="EMPTY", max_retries=0
+    ) as client:
+        yield client

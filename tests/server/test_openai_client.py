@@ -9,14 +9,6 @@ from server.fake_engine import until
 MESSAGES = [{"role": "user", "content": "hi"}]
 
 
-@pytest.fixture
-async def client(server):
-    async with openai.AsyncOpenAI(
-        base_url=server.url + "/v1", api_key="EMPTY", max_retries=0
-    ) as client:
-        yield client
-
-
 async def test_chat(client):
     reply = await client.chat.completions.create(model="tiny", messages=MESSAGES)
     assert reply.choices[0].message.content == "hello"

@@ -272,14 +272,6 @@ async def test_a_client_that_leaves_cancels(server, engine):
     assert len(engine.aborted) == 2
 
 
-@pytest.fixture
-async def client(server):
-    async with openai.AsyncOpenAI(
-        base_url=server.url + "/v1", api_key="EMPTY", max_retries=0
-    ) as client:
-        yield client
-
-
 class Place(BaseModel):
     place: str
 

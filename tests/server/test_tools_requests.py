@@ -2,7 +2,6 @@
 
 import json
 
-import openai
 import pytest
 from server.fake_engine import chat
 from server.test_tools import named, tool
@@ -10,14 +9,6 @@ from server.tool_answers import CHAT, OSLO, TOOLS, ask, speak
 from text.tool_call_cases import hermes
 
 from jaxinfer.sampling_params import InvalidParameter
-
-
-@pytest.fixture
-async def client(server):
-    async with openai.AsyncOpenAI(
-        base_url=server.url + "/v1", api_key="EMPTY", max_retries=0
-    ) as client:
-        yield client
 
 
 @pytest.fixture(autouse=True)

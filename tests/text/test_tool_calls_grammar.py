@@ -15,6 +15,7 @@ from jaxinfer.text.tool_calls.call_grammar import MAX_REQUIRED_CALLS, WHITE_SPAC
 from jaxinfer.text.tool_calls.teaching import written_calls
 
 EOS = 257
+OPTIONS = {"whitespace_pattern": WHITE_SPACE}
 TOOLS = {
     "get_weather": {
         "type": "object",
@@ -108,7 +109,7 @@ def test_text_with_calls_that_fit(name, tags, is_open, before):
     ("other", "right", "wrong"),
     [
         ('%json {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"], '
-         f'"x-guidance": {json.dumps(WHITE_SPACE)}}}', '{"a": 1}', '{"b": 1}'),
+         f'"x-guidance": {json.dumps(OPTIONS)}}}', '{"a": 1}', '{"b": 1}'),
         ('"yes" | "no"', "yes", "maybe"),
     ],
 )  # fmt: skip

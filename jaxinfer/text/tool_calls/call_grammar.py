@@ -10,8 +10,8 @@ from typing import Any
 from jaxinfer.text.tool_calls.formats import CallFormat
 from jaxinfer.text.tool_calls.parser import AnswerSyntax
 
-WHITE_SPACE = {"whitespace_pattern": r"[ \t\n\r]{1,48}"}
-"""Options of schemas that stand beside calls: two that differ cannot begin in the same way."""
+WHITE_SPACE = r"[ \t\n\r]{1,48}"
+"""Pattern of all schemas of an answer with calls: two that differ cannot begin in the same way."""
 
 MAX_REQUIRED_CALLS = 8
 """In one answer. Small models that must call go on calling."""
@@ -134,7 +134,7 @@ class _Writer:
         return [f"call: {' | '.join(names)}", *rules]
 
     def _schema(self, name: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
-        options: dict[str, Any] = dict(WHITE_SPACE)
+        options: dict[str, Any] = {"whitespace_pattern": WHITE_SPACE}
         if name not in self._strict:
             options["lenient"] = True
         own = parameters.get("x-guidance")

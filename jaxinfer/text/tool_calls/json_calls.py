@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from jaxinfer.text.surrogates import refuse_surrogates
 from jaxinfer.text.tool_calls.events import CallDelta
-from jaxinfer.text.tool_calls.source import Calls, NotACall, Reading, Source
+from jaxinfer.text.tool_calls.source import Calls, NotACall, Reading, Source, read_list
 
 ARGUMENT_KEYS = ("arguments", "parameters")
 
@@ -67,18 +67,7 @@ def json_call(source: Source, calls: Calls) -> Reading[None]:
 
 def json_array(source: Source, calls: Calls) -> Reading[None]:
     """Reads an array of calls from behind its bracket."""
-    yield from source.skip_space()
-    yield from json_call(source, calls)
-    while True:
-        yield from source.skip_space()
-        if (yield from source.take("]")):
-            source.commit()
-            return
-        if not (yield from source.take(",")):
-            source.rewind()
-            return
-        yield from source.skip_space()
-        yield from json_call(source, calls)
+    yield from read_list(source, lambda: json_call(source, calls))
 
 
 def streamed_arguments(source: Source, calls: Calls, name: str) -> Reading[None]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 
-from jaxinfer.text.tool_calls.source import Calls, NotACall, Reading, Source
+from jaxinfer.text.tool_calls.source import Calls, NotACall, Reading, Source, read_list
 
 _NAME = re.compile(r"[\w.-]*")
 _NUMBER = re.compile(r"[0-9eE.+-]*")
@@ -25,19 +25,14 @@ _CLOSING = {"[": "]", "(": ")", "{": "}"}
 def python_calls(source: Source, calls: Calls) -> Reading[None]:
     """Reads a list of calls."""
     yield from source.expect("[")
-    while True:
-        yield from source.skip_space()
-        name = calls.check((yield from source.span(_NAME)))
-        arguments = yield from _arguments(source)
-        source.commit()
-        yield calls.open(name, arguments)
-        yield from source.skip_space()
-        if (yield from source.take("]")):
-            source.commit()
-            return
-        if not (yield from source.take(",")):
-            source.rewind()
-            return
+    yield from read_list(source, lambda: _call(source, calls))
+
+
+def _call(source: Source, calls: Calls) -> Reading[None]:
+    name = calls.check((yield from source.span(_NAME)))
+    arguments = yield from _arguments(source)
+    source.commit()
+    yield calls.open(name, arguments)
 
 
 def _arguments(source: Source) -> Reading[str]:

@@ -160,3 +160,22 @@ class Calls:
 
 Reader = Callable[[Source, Calls], Reading[None]]
 """Reads calls from where their marker ended, or, without one, from where the answer begins."""
+
+
+def read_list(source: Source, read: Callable[[], Reading[None]]) -> Reading[None]:
+    """Reads calls up to the bracket that closes their list; after the first it may be missing.
+
+    Args:
+      source: stands behind the bracket that opens it.
+      read: reads one of them.
+    """
+    while True:
+        yield from source.skip_space()
+        yield from read()
+        yield from source.skip_space()
+        if (yield from source.take("]")):
+            source.commit()
+            return
+        if not (yield from source.take(",")):
+            source.rewind()
+            return
