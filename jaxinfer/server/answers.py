@@ -22,6 +22,9 @@ class Usage:
 
     Times are those of the engine, summed over prompts and over choices: how long each waited is not
     in them. They are known when a choice has come to its end.
+
+    Attributes:
+      reasoning_tokens: output tokens that are reasoning; None where none can be told.
     """
 
     prompt_tokens: int
@@ -29,6 +32,7 @@ class Usage:
     cached_by_prompt: dict[int, int] = field(default_factory=dict)
     prompt_time: float = 0.0
     completion_time: float = 0.0
+    reasoning_tokens: int | None = None
 
     def add(self, prompt: int, delta: OutputDelta) -> None:
         """Counts a delta of a prompt."""
@@ -52,13 +56,15 @@ class Usage:
 
     def as_json(self) -> dict[str, Any]:
         """Returns OpenAI's usage object, with the times and speeds added."""
-        return {
+        usage: dict[str, Any] = {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.total_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-            **self.speeds(),
         }
+        if self.reasoning_tokens is not None:
+            usage["completion_tokens_details"] = {"reasoning_tokens": self.reasoning_tokens}
+        return usage | self.speeds()
 
     def speeds(self) -> dict[str, float]:
         """Returns seconds, and tokens per second: 0 where no time passed.
@@ -215,7 +221,12 @@ class Answer(WholeAnswer):
 
     def hidden(self, finish: CompletionOutput | OutputDelta) -> frozenset[int]:
         """Returns the ids without text: special ones, and the stop token that ended it."""
-        ended_by_token = finish.finish_reason == "stop" and not isinstance(finish.stop_reason, str)
-        if ended_by_token and finish.token_ids:
+        if ended_by_token(finish):
             return self.invisible | {finish.token_ids[-1]}
         return self.invisible
+
+
+def ended_by_token(finish: CompletionOutput | OutputDelta) -> bool:
+    """Returns whether the last of its ids is the stop token that ended it."""
+    is_stop = finish.finish_reason == "stop" and not isinstance(finish.stop_reason, str)
+    return is_stop and bool(finish.token_ids)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxinfer.outputs import CompletionOutput, OutputDelta, TokenLogprob
-from jaxinfer.server.answers import Answer
+from jaxinfer.server.answers import Answer, ended_by_token
 from jaxinfer.server.logprobs import chat_logprobs, prompt_logprobs
 from jaxinfer.text.tool_calls import (
     AnswerParser,
@@ -51,6 +51,11 @@ class ChatAnswer(Answer):
         self._echo = echo
         self._parsers: dict[int, AnswerParser] = {}
         self._has_called: set[int] = set()
+        self._taken: dict[int, list[Event]] = {}  # of an answer that is not streamed
+        self._close_id: int | None = None
+        if syntax is not None and syntax.reasoning is not None:
+            self.usage.reasoning_tokens = 0
+            self._close_id = self.tokenizer.token_id(syntax.reasoning.close)
         options = self.options
         self._is_plain = (
             syntax is None and options.params.logprobs is None and not options.return_token_ids
@@ -91,6 +96,13 @@ class ChatAnswer(Answer):
             choices.append(choice)
         return choices
 
+    def take(self, prompt: int, delta: OutputDelta) -> None:
+        """Adds a delta of the prompt."""
+        super().take(prompt, delta)
+        if self._syntax is not None:
+            index = self.index(prompt, delta.index)
+            self._taken.setdefault(index, []).extend(self._events(index, delta))
+
     def choice(
         self,
         prompt: int,
@@ -98,7 +110,8 @@ class ChatAnswer(Answer):
         prompt_logprobs: Sequence[TokenLogprob | None] | None,
     ) -> dict[str, Any]:
         """Returns a complete message."""
-        whole = self._whole(output.text)
+        index = self.index(prompt, output.index)
+        whole = Message(output.text) if self._syntax is None else fold(self._taken.get(index, ()))
         message: dict[str, Any] = {
             "role": "assistant",
             "content": self._echo + whole.text or (None if whole.calls else ""),
@@ -114,7 +127,7 @@ class ChatAnswer(Answer):
                 for call in whole.calls
             ]
         choice: dict[str, Any] = {
-            "index": self.index(prompt, output.index),
+            "index": index,
             "message": message,
             "logprobs": self._logprobs(output),
             "finish_reason": self._finish_reason(output, bool(whole.calls)),
@@ -123,12 +136,6 @@ class ChatAnswer(Answer):
         if self.options.return_token_ids:
             choice["token_ids"] = output.token_ids
         return {**choice, **self._prompt_ids(prompt)}
-
-    def _whole(self, text: str) -> Message:
-        if self._syntax is None:
-            return Message(text)
-        parser = AnswerParser(self._syntax)
-        return fold([*parser.push(text), *parser.finish()])
 
     def body(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         """Returns the body of a chat completion, with the scores of the prompt if asked for."""
@@ -144,11 +151,25 @@ class ChatAnswer(Answer):
         parser = self._parsers.get(index)
         if parser is None:
             parser = self._parsers[index] = AnswerParser(self._syntax)
+        has_reasoned = parser.is_reasoning
         events = parser.push(delta.text)
+        self._count_reasoning(delta, has_reasoned, parser.is_reasoning)
         if delta.finish_reason is not None:
             events += parser.finish()
             del self._parsers[index]
         return events
+
+    def _count_reasoning(self, delta: OutputDelta, before: bool, after: bool) -> None:
+        """Counts the tokens of a delta that are reasoning; `before` and `after` it there is some.
+
+        Where it ends within, those up to its closing tag count, if that is one token.
+        """
+        if self.usage.reasoning_tokens is None:
+            return
+        if after:
+            self.usage.reasoning_tokens += len(delta.token_ids) - ended_by_token(delta)
+        elif before and self._close_id in delta.token_ids:
+            self.usage.reasoning_tokens += delta.token_ids.index(self._close_id)
 
     def _piece(self, index: int, event: Event) -> list[dict[str, Any]]:
         """Returns the delta of an event, in a list, which is empty if it is not to be sent."""

@@ -89,10 +89,12 @@ BY_HAND: Mapping[str, Schema] = {
 
 _SPEED: Schema = {"type": "number", "minimum": 0}
 _USAGE = _object(
+    "completion_tokens_details",
     prompt_tokens=_COUNT,
     completion_tokens=_COUNT,
     total_tokens=_COUNT,
     prompt_tokens_details=_object(cached_tokens=_COUNT),
+    completion_tokens_details=_object(reasoning_tokens=_COUNT),
     avg_tok_per_sec=_SPEED,
     avg_prompt_tok_per_sec=_SPEED,
     avg_compl_tok_per_sec=_SPEED,
@@ -135,12 +137,16 @@ _CHAT_CHOICE = _object(
     index=_COUNT,
     message=_object(
         "tool_calls",
+        "function_call",
         "reasoning_content",
+        "reasoning",
         role={"const": "assistant"},
         content=nullable(_STRING),
         refusal=nullable(_STRING),
         tool_calls=nullable(_array(_TOOL_CALL)),
+        function_call=nullable(_FUNCTION_CALL),
         reasoning_content=nullable(_STRING),
+        reasoning=nullable(_STRING),
     ),
     logprobs=nullable(_CHAT_LOGPROBS),
     finish_reason=_FINISH_REASON,

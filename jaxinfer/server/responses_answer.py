@@ -28,7 +28,6 @@ class ResponsesAnswer(ChatAnswer):
         super().__init__(**common)
         self._items = OutputItems()
         self._numbers = itertools.count()
-        self._num_reasoning_tokens = 0
         self._ending: Status = "in_progress"
         self._constant = {
             "id": f"resp_{secrets.token_hex(12)}",
@@ -53,8 +52,6 @@ class ResponsesAnswer(ChatAnswer):
             events += self._items.add(choice["delta"], logprobs["content"])
             if choice["finish_reason"] is not None:
                 self._ending = "incomplete" if delta.finish_reason == "length" else "completed"
-        if self._items.is_reasoning:
-            self._num_reasoning_tokens += len(delta.token_ids)
         return events
 
     def chunk(self, choice: Event) -> dict[str, Any]:
@@ -107,7 +104,7 @@ class ResponsesAnswer(ChatAnswer):
             "input_tokens": usage.prompt_tokens,
             "input_tokens_details": {"cached_tokens": usage.cached_tokens},
             "output_tokens": usage.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": self._num_reasoning_tokens},
+            "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens or 0},
             "total_tokens": usage.total_tokens,
             **usage.speeds(),
         }

@@ -122,11 +122,6 @@ class OutputItems:
             yield self._say("")
         yield from self._close(status)
 
-    @property
-    def is_reasoning(self) -> bool:
-        """Whether what was added last is reasoning."""
-        return bool(self._items) and self._items[-1].kind == "reasoning"
-
     def as_json(self) -> list[dict[str, Any]]:
         """Returns the items as far as they are known."""
         return [item.as_json() for item in self._items]

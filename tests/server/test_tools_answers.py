@@ -6,7 +6,13 @@ from server.test_tools import F, named
 from server.tool_answers import CHAT, LIST, OSLO, TOOLS, ask, calls_of, speak
 from text.tool_call_cases import CALL, CALL_END, CALLS, CALLS_END, SEP, hermes, tokenizer_with
 
+from jaxinfer.outputs import OutputDelta
+from jaxinfer.request import EngineRequest
+from jaxinfer.sampling_params import SamplingParams
+from jaxinfer.server.chat_answer import ChatAnswer
+from jaxinfer.server.parameters import GenerationOptions
 from jaxinfer.testing import byte_tokenizer
+from jaxinfer.text.tool_calls import AnswerSyntax, ReasoningTags
 
 ANSWERS = [
     ("hermes", hermes("get_weather", '{"city": "Oslo"}'), None, [OSLO]),
@@ -159,6 +165,42 @@ async def test_reasoning(server, engine, template, text):
     [choice] = await ask(server, chat(tools=TOOLS))
     assert choice["message"]["reasoning_content"] == "Hm."
     assert calls_of(choice) == [LIST]
+
+
+@pytest.mark.parametrize(
+    ("template", "text", "special", "count"),
+    [
+        ("opened", "Hm.</think>Yes.", ("<think>", "</think>"), 3),
+        ("opened", "Hm.", ("<think>", "</think>"), 3),
+        ("hermes", "<think>Hm.</think>Yes.", ("<think>", "</think>"), 4),
+        ("hermes", "<think>Hm.</think>Yes.", (), len(">Hm.</think")),
+        ("hermes", "Yes.", (), 0),
+        ("mistral", "Yes.", (), None),
+    ],
+)
+@pytest.mark.parametrize("n", [1, 2])
+async def test_usage_counts_reasoning(server, engine, template, text, special, count, n):
+    speak(engine, template, text, special)
+    body = chat(n=n, include_reasoning=n == 1)
+    _, whole, _ = await server.post(CHAT, body)
+    *_, last = await server.chunks(CHAT, {**body, "stream_options": {"include_usage": True}})
+    for usage in (whole["usage"], last["usage"]):
+        details = None if count is None else {"reasoning_tokens": n * count}
+        assert usage.get("completion_tokens_details") == details
+
+
+async def test_reasoning_that_ends_within_a_step_is_counted_up_to_there(engine):
+    speak(engine, "opened", "", ("<think>", "</think>"))
+    tokenizer = engine.tokenizer
+    syntax = AnswerSyntax(reasoning=ReasoningTags("<think>", "</think>"), starts_in_reasoning=True)
+    params = SamplingParams()
+    options = GenerationOptions("m", params, False, False, False, False, None, 0, None)
+    request = EngineRequest("r", (1,), params)
+    answer = ChatAnswer("m", "f", tokenizer, options, [request], syntax=syntax)
+    for text in ("ab", "c</think>de"):
+        ids = tuple(tokenizer.encode(text))
+        answer.take(0, OutputDelta("r", 0, text, ids))
+    assert answer.usage.reasoning_tokens == 3
 
 
 async def test_reasoning_that_the_length_cuts(server, engine):

@@ -51,6 +51,9 @@ class AnswerParser:
     calls is passed on unchanged, except for white space around reasoning and between calls. What
     only looked like a call is text. A call that has begun and is broken, or that the text ends
     within, is a call with the arguments there are.
+
+    Attributes:
+      is_reasoning: whether the text so far ends within reasoning.
     """
 
     def __init__(self, syntax: AnswerSyntax) -> None:
@@ -61,7 +64,7 @@ class AnswerParser:
         self._machine: Iterator[Event | None] = self._read()
         self._gap = ""  # white space that is text only if other text follows
         self._is_in_text = False
-        self._has_reasoned = syntax.starts_in_reasoning
+        self._has_reasoned = self.is_reasoning = syntax.starts_in_reasoning
         self._has_called = False
 
     def push(self, text: str) -> list[Event]:
@@ -156,7 +159,7 @@ class AnswerParser:
             source.rewind()
             return
         source.commit()
-        self._has_reasoned = True
+        self._has_reasoned = self.is_reasoning = True
         closing = Markers((tags.close,))
         gap = None  # white space within, once there is something before it
         while True:
@@ -173,5 +176,6 @@ class AnswerParser:
             elif gap is not None:
                 gap += piece
             if marker or source.is_complete:
+                self.is_reasoning = False
                 return
             yield None
