@@ -98,7 +98,9 @@ def _case(rng: random.Random, index: int) -> Case:
         prompt = rng.choice(_SHORT)
     else:
         prompt = _random_ids(rng)
-    if rng.random() < 0.2:
+    # Not of random ids: what float32 says of their least likely, 17 nats down, moves by 1e-4 with
+    # the shape of the step that reads them.
+    if isinstance(prompt, str) and rng.random() < 0.2:
         body["echo"] = True
     return Case(COMPLETIONS, {"prompt": prompt, **body})
 
