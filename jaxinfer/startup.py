@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import Any
+from weakref import WeakSet
 
 from tqdm import tqdm
 
@@ -197,7 +198,9 @@ def assemble_engine(
             pool.result()
         runner.take_weights(model)
     # Nothing waits for it: what runs meanwhile finds the same numbers.
-    Thread(target=runner.use_huge_pages, name="jaxinfer-huge-pages").start()
+    thread = Thread(target=runner.use_huge_pages, name="jaxinfer-huge-pages")
+    _settling.add(thread)
+    thread.start()
     tables = PageTables(
         [GroupSpec(runner.config.num_pages, group.window) for group in groups],
         runner.config.cache.page_size,
@@ -212,6 +215,15 @@ def assemble_engine(
         eos_token_ids,
         config.max_queued_requests,
     )
+
+
+_settling: WeakSet[Thread] = WeakSet()
+
+
+def settle() -> None:
+    """Waits for what start-up has left running, which holds the engines that it was for."""
+    for thread in list(_settling):
+        thread.join()
 
 
 def cache_spec(config: EngineConfig, model: CausalLM) -> CacheSpec:

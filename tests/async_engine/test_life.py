@@ -1,11 +1,14 @@
 """Loading and closing, whoever is waiting meanwhile."""
 
+import gc
 import threading
 import time
+import weakref
 
+import jax
 import pytest
 from async_engine.clients import request, until
-from tiny_engine import empty
+from tiny_engine import build, empty
 
 from jaxinfer import async_engine
 from jaxinfer.async_engine import AsyncEngine, EngineDeadError, QueueFullError
@@ -113,3 +116,25 @@ def test_a_failed_load_is_dead(monkeypatch):
     assert engine.state == "dead"
     with pytest.raises(EngineDeadError):
         engine.stats()
+
+
+def test_freed_engines_leave_nothing_behind(monkeypatch):
+    """Not even those that are given up while start-up still moves their weights."""
+
+    def slow(runner):
+        time.sleep(0.5)
+
+    monkeypatch.setattr("jaxinfer.runner.model_runner.ModelRunner.use_huge_pages", slow)
+    left, counts = [], []
+    for _ in range(3):
+        engine = AsyncEngine.from_loaded(build())
+        runner = weakref.ref(engine.loaded.engine.runner)
+        engine.close()
+        engine.free()
+        assert runner() is None
+        gc.unfreeze()
+        left.append(sum(array.nbytes for array in jax.live_arrays()))
+        counts.append(len(gc.get_objects()))
+    assert left == left[:1] * 3
+    # Caches of jax keep a little of what was traced for each; an engine has many thousands.
+    assert counts[-1] - counts[1] < 2 * 1000, counts
