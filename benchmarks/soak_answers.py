@@ -230,7 +230,7 @@ def drawn(seed: int, length: int) -> float:
     import jax.numpy as jnp
     import numpy as np
 
-    from jaxinfer.runner.sampling import uniform
+    from kernels.token_sampler.xla import uniform
 
     words = np.array([(seed + 2**63) % 2**64 - 2**63], np.int64).view(np.int32)
     low, high = jnp.asarray(words[:1]), jnp.asarray(words[1:])

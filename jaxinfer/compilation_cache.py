@@ -20,8 +20,12 @@ from kernels.decoder_layers import cpu as decoder_layers
 from kernels.logit_stats import cpu as logit_stats
 from kernels.paged_attention import cpu as paged_attention
 from kernels.quantized_matmul import cpu as quantized_matmul
+from kernels.token_sampler import cpu as token_sampler
 
-_NATIVE = (decoder_layers, lazy_zeros, logit_stats, paged_attention, quantized_matmul)
+_NATIVE = (
+    *(decoder_layers, lazy_zeros, logit_stats, paged_attention, quantized_matmul),
+    token_sampler,
+)
 
 _NO_PROGRAMS = ("server", "scheduler", "text", "load_test", "checkpoint", "constraints")
 """Folders whose code is in no program."""

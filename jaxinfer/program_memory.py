@@ -16,7 +16,7 @@ from jaxinfer.runner.buckets import make_ladders
 from kernels.decoder_layers import cpu as fused_layers
 
 CPU_COMPILER_BYTES = 36_000_000
-CPU_PROGRAM_BYTES = 18_000_000
+CPU_PROGRAM_BYTES = 12_500_000
 CPU_LAYER_PROGRAM_BYTES = {"fused": 0, "native": 500_000, "xla": 2_800_000}
 """Host memory that compiling leaves, and of each XLA:CPU program, besides and for each layer.
 

@@ -32,6 +32,7 @@ MATMUL_FOLDER = Path(__file__).parent / "quantized_matmul"
 ATTENTION_FOLDER = Path(__file__).parent / "paged_attention"
 DECODER_FOLDER = Path(__file__).parent / "decoder_layers"
 LOGITS_FOLDER = Path(__file__).parent / "logit_stats"
+SAMPLER_FOLDER = Path(__file__).parent / "token_sampler"
 ZEROS_FOLDER = Path(__file__).parent / "lazy_zeros"
 SHARED_FOLDER = Path(__file__).parent / "cpp"
 LIBRARY = Path(__file__).with_name("native_kernels.so")
@@ -40,6 +41,13 @@ LIBRARY = Path(__file__).with_name("native_kernels.so")
 COMPILERS = ("c++", "g++", "clang++")
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
+# Beside those of the product: a folder's loops are a table that begins with this name.
+_LOOPS = {
+    ATTENTION_FOLDER: "attention",
+    DECODER_FOLDER: "decoder",
+    LOGITS_FOLDER: "logit",
+    SAMPLER_FOLDER: "sampler",
+}
 _ROWS_FLAGS = {"portable": (), "avx2": _AVX2, "avx512": _AVX512}
 # Loops for weights in blocks of rows, and for attention with bfloat16 products, where the compiler
 # knows all of these.
@@ -89,14 +97,13 @@ def compile_units(
     commands: dict[str, list[str]] = {}
     if handlers:
         commands["sets"] = [str(SHARED_FOLDER / "instruction_sets.cc")]
-        folders = (MATMUL_FOLDER, ATTENTION_FOLDER, DECODER_FOLDER, LOGITS_FOLDER, ZEROS_FOLDER)
+        folders = (MATMUL_FOLDER, ZEROS_FOLDER, *_LOOPS)
         commands |= {folder.name: [str(folder / "cpu.cc")] for folder in folders}
-    loops = {ATTENTION_FOLDER: "attention", DECODER_FOLDER: "decoder", LOGITS_FOLDER: "logit"}
     for name in instruction_sets():
         set_flags = _ROWS_FLAGS[name]
         define = f"-DMULTIPLY_ROWS=multiply_rows_{name}"
         commands[f"rows_{name}"] = [str(MATMUL_FOLDER / "cpu_rows.cc"), define, *set_flags]
-        for folder, prefix in loops.items():
+        for folder, prefix in _LOOPS.items():
             define = f"-DLOOPS={prefix}_loops_{name}"
             commands[f"{prefix}_{name}"] = [str(folder / "cpu_rows.cc"), define, *set_flags]
     if has_blocks(compiler):

@@ -12,9 +12,9 @@ from tiny_engine import TEMPLATE, VOCAB_SIZE
 from tiny_server import tiny_server
 
 from jaxinfer.load_test.client import make_session
-from jaxinfer.runner.sampling import inverse_cdf
 from jaxinfer.server.logprobs import CompletionLogprobs
 from jaxinfer.testing import byte_tokenizer
+from kernels.token_sampler.xla import inverse_cdf
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))  # where scripts find each other
 soak, traffic = import_module("soak"), import_module("soak_traffic")

@@ -14,11 +14,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
 
-from jaxinfer.runner import row_state as columns
-from jaxinfer.runner.row_state import Leaf, RowState
-from jaxinfer.runner.sampling import Sampled, TokenMasks, sample
+from jaxinfer.runner.row_state import MAX_OUTPUT_COUNT, RowState
+from jaxinfer.runner.sampling import Sampled, sample
 from jaxinfer.runner.step_layout import StepLayout
 from kernels.paged_attention import AttentionMetadata
+from kernels.token_sampler import TokenMasks
+from kernels.token_sampler import rows as columns
+from kernels.token_sampler.rows import Leaf
 
 Params = tuple[Array, ...]
 
@@ -337,7 +339,7 @@ def _after_sampling(
     lasts = rows if is_last is None else jnp.where(is_last, rows, dummy)
 
     def counted(counts: Array) -> Array:
-        room = counts[rows, token] < columns.MAX_OUTPUT_COUNT
+        room = counts[rows, token] < MAX_OUTPUT_COUNT
         step = jnp.where(room & sampled, jnp.int16(2), jnp.int16(0))
         return counts.at[rows, token].add(step)
 

@@ -6,7 +6,6 @@ Row `max_num_seqs`, the last, is a dummy: padding rows of a step point at it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,22 +17,13 @@ from jaxinfer.sampling_params import (
     MAX_STOP_TOKEN_IDS,
     SamplingParams,
 )
+from kernels.token_sampler.rows import HAS_PENALTIES, NUM_INTEGERS, NUM_REALS, Leaf
 
 MAX_STOP_IDS = MAX_STOP_TOKEN_IDS + 4
 """Stop ids of the request and end-of-sequence ids of the model together."""
 
 MAX_OUTPUT_COUNT = 32766
 """Twice the occurrences of a token in the output saturate here, so that int16 holds them."""
-
-Leaf = Any
-"""A leaf of a pytree that also travels as numpy arrays, shapes, shardings and tracers."""
-
-# Columns of RowState.reals.
-TEMPERATURE, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY = range(6)
-NUM_REALS = 6
-# Columns of RowState.integers.
-TOP_K, SEED_LOW, SEED_HIGH, MIN_LENGTH, HAS_BIAS, HAS_PENALTIES = range(6)
-NUM_INTEGERS = 6
 
 
 @jax.tree_util.register_dataclass

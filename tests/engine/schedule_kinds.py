@@ -5,7 +5,7 @@ import functools
 import numpy as np
 from engine.builders import EOS, tiny_model
 from models.conftest import PagedModel
-from runner.test_sampling import reference_uniform
+from token_sampler_reference import uniform
 
 from jaxinfer.grammar import Grammar
 from jaxinfer.sampling_params import SamplingParams
@@ -103,5 +103,5 @@ def choice_of(logits, params, prompt, ids):
         weights[x < best[params.top_k - 1]] = 0.0
         margin = best[params.top_k - 1] - best[params.top_k]
     cdf = np.cumsum(weights) / weights.sum()
-    u = reference_uniform(params.seed, len(prompt) + len(ids))
+    u = uniform(params.seed, len(prompt) + len(ids))
     return int(np.argmax(cdf > u)), min(margin, np.abs(cdf - u).min())

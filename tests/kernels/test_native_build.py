@@ -17,7 +17,10 @@ import pytest
 from kernels import native, native_build
 
 HERE = Path(__file__).parent
-DRIVERS = ("native_sanitize", "native_sanitize_attention", "native_sanitize_decoder")
+DRIVERS = (
+    *("native_sanitize", "native_sanitize_attention", "native_sanitize_decoder"),
+    "native_sanitize_sampler",
+)
 SANITIZERS = {
     "address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
     "thread": ["-fsanitize=thread"],

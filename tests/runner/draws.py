@@ -6,39 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinfer.runner.sampling import (
-    Rows,
-    _filtered_weights,
-    inverse_cdf,
-    report,
-    sample,
-    shape_logits,
-    uniform,
-)
-from kernels.logit_stats.xla import best
+from jaxinfer.runner.sampling import report, sample
+from kernels.token_sampler.xla import uniform
 
 run_uniform = jax.jit(uniform)
-
-
-@jax.jit
-def run_greedy(logits):
-    """The best ids, as `choose` and a step of greedy rows find them."""
-    return best(logits, jnp.max(logits, axis=1, keepdims=True))
-
-
-run_inverse_cdf = jax.jit(inverse_cdf)
 run_sample = jax.jit(partial(sample, platform="cpu"))
 run_report = jax.jit(report)
-run_shape = jax.jit(shape_logits)
-
-
-@jax.jit
-def run_weights(logits, state):
-    """Weights `choose` draws from, for every row of the state but the dummy."""
-    rows = Rows.gather(state, jnp.arange(logits.shape[0], dtype=jnp.int32))
-    temperature = jnp.where(rows.reals[:, 0] == 0, 1.0, rows.reals[:, 0])
-    top = jnp.max(logits, axis=1, keepdims=True)
-    return _filtered_weights((logits - top) / temperature[:, None], rows)
 
 
 def ints(values):

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxinfer.runner.programs import _after_sampling
-from jaxinfer.runner.row_state import MIN_LENGTH, empty_row_state, make_row_reset, reset_row
+from jaxinfer.runner.row_state import empty_row_state, make_row_reset, reset_row
 from jaxinfer.sampling_params import SamplingParams
+from kernels.token_sampler.rows import MIN_LENGTH
 
 VOCAB_SIZE, NUM_ROWS, MAX_MODEL_LEN = 11, 3, 24
 PENALISED = SamplingParams(frequency_penalty=0.5)
