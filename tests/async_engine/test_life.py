@@ -118,6 +118,7 @@ def test_a_failed_load_is_dead(monkeypatch):
         engine.stats()
 
 
+@pytest.mark.slow
 def test_freed_engines_leave_nothing_behind(monkeypatch):
     """Not even those that are given up while start-up still moves their weights."""
 
