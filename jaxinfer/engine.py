@@ -294,7 +294,7 @@ class Engine:
             masks = self.runner.masks(plan)
             # Those that fail stay in the step: what it samples of them is dropped.
             self._end_failed(self._masks.fill(plan, masks))
-        wants_top = any(max(self._num_logprobs(row)) > 0 for row in plan.rows)
+        wants_top = any(max(counts) > 0 for counts in set(map(self._num_logprobs, plan.rows)))
         self._totals.steps += 1
         self._pipeline.dispatch(plan, wants_top, masks)
 
@@ -332,12 +332,9 @@ class Engine:
             self._forget(sequence, "error")
 
     def _num_logprobs(self, row: PlannedRow) -> tuple[int, int]:
-        """Alternatives wanted for output and for prompt tokens; -1 for none and no value either."""
+        """See `Completion`."""
         completion = self._completions.get(row.sequence.seq_id)
-        if completion is None:
-            return (-1, -1)
-        output, prompt = completion.params.logprobs, completion.params.prompt_logprobs
-        return (-1 if output is None else output, -1 if prompt is None else prompt)
+        return (-1, -1) if completion is None else completion.num_logprobs
 
     def _row_delta(
         self,

@@ -107,9 +107,13 @@ class Completion:
     began_at: float | None = None  # monotonic seconds
     prompt_ended_at: float = 0.0
     reports_prompt: bool = field(init=False)
+    # Alternatives wanted for output and for prompt tokens; -1 for none and no value either.
+    num_logprobs: tuple[int, int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.reports_prompt = self.index == 0 and self.params.prompt_logprobs is not None
+        output, prompt = self.params.logprobs, self.params.prompt_logprobs
+        self.reports_prompt = self.index == 0 and prompt is not None
+        self.num_logprobs = (-1 if output is None else output, -1 if prompt is None else prompt)
 
     def delta(
         self,

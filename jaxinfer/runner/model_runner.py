@@ -374,20 +374,21 @@ class ModelRunner:
     ) -> list[RowResult]:
         """Waits for a step and returns one result per planned row, in order.
 
-        `num_logprobs` gives, per row, how many alternatives are wanted for output and for prompt
-        tokens; -1 for no log-probabilities at all.
+        `num_logprobs` gives what each row wants: see `Completion`.
         """
-        reader = OutputReader(pending.output)
+        reader, slot, is_decode_only = OutputReader(pending.output), 0, pending.plan.is_decode_only
         results = []
-        slot, is_decode_only = 0, pending.plan.is_decode_only
         for index, row in enumerate(pending.plan.rows):
+            counts = num_logprobs(row)
+            if is_decode_only and counts[0] < 0:
+                results.append(reader.sampled(index, row.num_tokens))
+                continue
             if is_decode_only:
                 entries: list[Entry] = [((step, index), -1) for step in range(row.num_tokens)]
             else:
-                wanted = logit_rows(row)
-                entries = [((slot + i,), target) for i, (_, target) in enumerate(wanted)]
-                slot += len(wanted)
-            result = reader.row(entries, *num_logprobs(row))
+                entries = [((i,), target) for i, (_, target) in enumerate(logit_rows(row), slot)]
+                slot += len(entries)
+            result = reader.row(entries, *counts)
             if row.embeds:
                 result.hidden = reader.hidden(index)
                 result.finite &= all(map(math.isfinite, result.hidden))

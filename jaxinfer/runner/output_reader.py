@@ -46,6 +46,11 @@ class OutputReader:
         self._logprobs: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray] | None = None
         self._hidden: np.ndarray | None = None
 
+    def sampled(self, index: int, num_steps: int) -> RowResult:
+        """Reads a row of a decode step that wants no log-probabilities, as most of them."""
+        ids = [of_step[index] for of_step in self._token[:num_steps]]
+        return RowResult([one for one in ids if one >= 0], None, [], NOT_FINITE not in ids)
+
     def row(
         self,
         entries: list[Entry],
