@@ -3,10 +3,7 @@
 // bfloat16 multiplies two, and no weight is scaled before; a scale for every 32 columns of a token
 // keeps what rounding costs small.
 
-#include <immintrin.h>
-#include <string.h>
-
-#include "cpu_blocks_scales.h"
+#include "cpu_blocks_rounding.h"
 
 namespace {
 
@@ -45,12 +42,6 @@ struct Bytes {
     }
   }
 };
-
-JAXINFER_INLINE __m512i broadcast(const int8_t* bytes) {
-  int32_t dword;
-  memcpy(&dword, bytes, sizeof(dword));
-  return _mm512_set1_epi32(dword);
-}
 
 // Results of a block of sixteen rows for a tile of tokens.
 template <class Codes, bool kIsFirst>
@@ -148,23 +139,11 @@ void multiply(const Product& p, const ByteTokens& tokens, int64_t first_row, int
   multiply_blocks<Bytes>(p, tokens, first_row, last_row);
 }
 
-// The largest magnitude of a chunk; NaN where there is one, whose bits are above all numbers'.
-JAXINFER_INLINE float largest(__m512 first, __m512 second) {
-  const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
-  const __m512i bits = _mm512_max_epu32(_mm512_and_si512(_mm512_castps_si512(first), magnitude),
-                                        _mm512_and_si512(_mm512_castps_si512(second), magnitude));
-  const uint32_t most = _mm512_reduce_max_epu32(bits);
-  float value;
-  memcpy(&value, &most, sizeof(value));
-  return value;
-}
-
 // Rounds half a chunk, stores its dwords in the order in which a lane of weights has its columns,
 // and returns the sum.
 JAXINFER_INLINE int32_t pack_half(__m512 x, int8_t (*to)[kTokens][4], int lane) {
-  const __m128i order = _mm_set_epi8(15, 13, 14, 12, 11, 9, 10, 8, 7, 5, 6, 4, 3, 1, 2, 0);
   const __m128i bytes = _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x));
-  const __m128i ordered = _mm_shuffle_epi8(bytes, order);
+  const __m128i ordered = in_lane_order(bytes);
   const int32_t dwords[4] = {_mm_extract_epi32(ordered, 0), _mm_extract_epi32(ordered, 1),
                              _mm_extract_epi32(ordered, 2), _mm_extract_epi32(ordered, 3)};
 #pragma GCC unroll 4

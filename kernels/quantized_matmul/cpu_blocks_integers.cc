@@ -2,22 +2,13 @@
 // the bytes they are: two instructions decode 128 of them, where bfloat16 takes seven. Tokens are
 // integers of fifteen bits in two bytes, with a scale for every 32 columns: bfloat16 keeps eight.
 
-#include <immintrin.h>
-#include <string.h>
-
-#include "cpu_blocks_scales.h"
+#include "cpu_blocks_rounding.h"
 
 namespace {
 
 constexpr int kChunk = kIntegerColumns, kHalf = kChunk / 2;
 constexpr int kDwords = kHalf / 4;       // of a half's columns in one token
 constexpr float kMost = 127 * 128 + 63;  // what two bytes hold without carry
-
-JAXINFER_INLINE __m512i broadcast(const int8_t* bytes) {
-  int32_t dword;
-  memcpy(&dword, bytes, sizeof(dword));
-  return _mm512_set1_epi32(dword);
-}
 
 // Sums of sixteen rows over a half chunk, of high and of low bytes.
 struct Sums {
@@ -219,27 +210,13 @@ void multiply_tokens(const Product& p, const IntegerTokens& tokens, int64_t firs
   }
 }
 
-// The largest magnitude of a chunk; NaN where there is one, whose bits are above all numbers'.
-JAXINFER_INLINE float largest(const float* x) {
-  const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
-  const __m512i first = _mm512_and_si512(_mm512_loadu_si512(x), magnitude);
-  const __m512i second = _mm512_and_si512(_mm512_loadu_si512(x + kHalf), magnitude);
-  const uint32_t bits = _mm512_reduce_max_epu32(_mm512_max_epu32(first, second));
-  float value;
-  memcpy(&value, &bits, sizeof(value));
-  return value;
-}
-
-// Bytes of every dword in the order in which a lane of weights has its columns.
 JAXINFER_INLINE void store_bytes(__m512i values, int8_t* to) {
-  const __m128i order = _mm_set_epi8(15, 13, 14, 12, 11, 9, 10, 8, 7, 5, 6, 4, 3, 1, 2, 0);
-  const __m128i bytes = _mm_shuffle_epi8(_mm512_cvtepi32_epi8(values), order);
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), bytes);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), in_lane_order(_mm512_cvtepi32_epi8(values)));
 }
 
 void pack(const float* token, int64_t size, IntegerChunk* chunks) {
   for (int64_t i = 0; i < size / kChunk; ++i, token += kChunk, ++chunks) {
-    const float most = largest(token);
+    const float most = largest(_mm512_loadu_ps(token), _mm512_loadu_ps(token + kHalf));
     // Of numbers so small that the inverse overflows nothing is left, nor would be in a product.
     const bool is_nothing = most < 1e-30f;
     chunks->scale = is_nothing ? 0.0f : most / kMost;
