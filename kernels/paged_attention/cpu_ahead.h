@@ -17,8 +17,9 @@ class Ahead {
       : p_(p),
         slot_bytes_(p.cache.num_kv_heads * 2 * p.cache.head_dim * element_bytes),
         head_bytes_(2 * p.cache.head_dim * element_bytes) {
-    // By the time its first block could be prefetched it is being read.
-    start(&tile, (first_key_of(p, tile) / num_keys + 1) * num_keys);
+    start(&tile, first_key_of(p, tile));
+    // At once: loads that wait for each other would bring the first keys much more slowly.
+    advance(num_keys * tile.num_kv_heads * head_bytes_);
   }
 
   JAXINFER_INLINE void advance(int64_t num_bytes) {

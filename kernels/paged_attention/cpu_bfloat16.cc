@@ -1,11 +1,11 @@
 // The loops of paged attention for AMX, and for AVX-512's dot products of bfloat16 pairs, with LOOPS
-// as their name: where the cache is bfloat16, products are of bfloat16 numbers. Left to the loops
-// for AVX-512 are other caches, and few rows where there are no tiles or heads are not whole chunks.
+// as their name: where the cache is bfloat16, products are of bfloat16 numbers. Other caches are
+// left to the loops for AVX-512.
 //
 // Queries, times the scale, and the weights of values are rounded to bfloat16; sums, softmaxes and
 // the sum of the rounded weights are float32. Where rows are many, a span of keys is one softmax:
 // its keys and values are packed once, then sixteen or 32 rows at a time are scored, weighted and
-// multiplied by values. For few rows see cpu_bfloat16_few.h.
+// multiplied by values. For few rows see cpu_bfloat16_few.h and cpu_bfloat16_pairs.h.
 //
 // Chunks of keys begin at multiples of their size, and those that a row does not see are zeros: so
 // its bits depend on no other row.
@@ -16,6 +16,7 @@
 #if defined(__AMX_TILE__)
 #include "cpu_bfloat16_few.h"
 #endif
+#include "cpu_bfloat16_pairs.h"
 #include "cpu_exponential.h"
 #include "cpu_keys.h"
 #include "cpu_state.h"
@@ -25,12 +26,6 @@
 namespace {
 
 using namespace jaxinfer;
-
-// The two registers of a chunk of a row, zeros behind its end.
-JAXINFER_INLINE __m512i read_chunk(const uint16_t* from, int64_t count) {
-  if (count >= kChunk) return _mm512_loadu_si512(from);
-  return _mm512_maskz_loadu_epi16((1u << count) - 1, from);
-}
 
 class RoundedTile : TileRows {
  public:
@@ -55,11 +50,7 @@ class RoundedTile : TileRows {
   void pack_queries() const {
     for (int64_t r = 0; r < rounded_up(num_rows_, kRowsAtOnce); ++r) {
       const float* from = p_.q + element_of(r < num_rows_ ? r : 0);  // others are not used
-      for (int64_t h = 0; h < width_; h += kWidth) {
-        const Lanes query = h < head_dim_ ? decode_part<Float32>(from + h, head_dim_ - h) : Lanes{};
-        const __m256bh rounded = _mm512_cvtneps_pbh((__m512)(query * p_.scale));
-        memcpy(queries_ + r * width_ + h, &rounded, sizeof(rounded));
-      }
+      round_query(from, head_dim_, p_.scale, width_, queries_ + r * width_);
     }
   }
 
@@ -175,20 +166,8 @@ class RoundedTile : TileRows {
       others = larger(others, load(scores + i + kWidth));
     }
     *peak = largest(larger(most, others));
-    const Lanes shift = finite(broadcast(*peak)) * -kLog2E;
-    const auto one = (__m512bh)_mm512_set1_epi32(0x3f803f80);
-    __m512 sums[kSixteen] = {_mm512_setzero_ps()};
-    auto* weights = reinterpret_cast<uint16_t*>(scores);
-    for (int64_t i = left; i < right; i += kChunk) {
-      const Lanes low = multiply_add(load(scores + i), broadcast(kLog2E), shift);
-      const Lanes high = multiply_add(load(scores + i + kWidth), broadcast(kLog2E), shift);
-      const __m512bh both = _mm512_cvtne2ps_pbh((__m512)power_of_two(high),
-                                                (__m512)power_of_two(low));
-      sums[0] = _mm512_dpbf16_ps(sums[0], both, one);
-      _mm512_storeu_si512(weights + i, (__m512i)both);
-    }
-    const Lanes summed[kSixteen] = {(Lanes)sums[0]};
-    *total = sum(summed);
+    const float shift = (finite(broadcast(*peak)) * -kLog2E)[0];
+    *total = round_weights(scores, left, right, shift, reinterpret_cast<uint16_t*>(scores));
   }
 
   const int64_t chunks_, width_;  // of a head, filled up with zeros
@@ -203,24 +182,21 @@ class RoundedTile : TileRows {
   const Tiles tiles_;
 };
 
-// Tiles of few rows, each with the loops that suit them.
+template <class FewTile>
 void attend_few(const Attention& p, const Tile& tile, float* scratch) {
-#if defined(__AMX_TILE__)
-  if (p.cache.head_dim % kChunk == 0) {
-    Ahead ahead(p, tile, sizeof(uint16_t), kBlockKeys);
-    for (const Tile* one = &tile; one; one = one->next) {
-      FewRoundedTile(p, *one, scratch, ahead).run();
-    }
-    return;
-  }
-#endif
-  attention_loops_avx512.attend(p, tile, scratch);
+  Ahead ahead(p, tile, sizeof(uint16_t), kBlockKeys);
+  for (const Tile* one = &tile; one; one = one->next) FewTile(p, *one, scratch, ahead).run();
 }
 
 void attend(const Attention& p, const Tile& tile, float* scratch) {
   if (p.cache.type != Elements::kBfloat16) return attention_loops_avx512.attend(p, tile, scratch);
-  const bool is_few = tile.num_queries * (p.num_heads / p.cache.num_kv_heads) <= kFewRows;
-  is_few ? attend_few(p, tile, scratch) : RoundedTile(p, tile, scratch).run();
+  if (tile.num_queries * (p.num_heads / p.cache.num_kv_heads) > kFewRows) {
+    return RoundedTile(p, tile, scratch).run();
+  }
+#if defined(__AMX_TILE__)
+  if (p.cache.head_dim % kChunk == 0) return attend_few<FewRoundedTile>(p, tile, scratch);
+#endif
+  attend_few<FewPairsTile>(p, tile, scratch);
 }
 
 void merge(const Attention& p, const Tile& tile) { attention_loops_avx512.merge(p, tile); }

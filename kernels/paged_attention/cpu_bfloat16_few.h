@@ -144,7 +144,11 @@ class FewRoundedTile : TileRows {
 
   void run() {
     pack_queries();
-    for_spans(states_, [this](int64_t span, const State& state) { attend_span(span, state); });
+    for_spans(states_, [this](int64_t span, const State& state) {
+      for_blocks(span, state, [&](int64_t, int64_t first, int64_t end) {
+        attend_block(first, end, state);
+      });
+    });
   }
 
  private:
@@ -172,21 +176,8 @@ class FewRoundedTile : TileRows {
     }
   }
 
-  void attend_span(int64_t span, const State& state) {
-    for (int64_t r = 0; r < all_rows_; r += kWidth) {
-      store(state.peak + r, broadcast(-INFINITY));
-      store(state.total + r, Lanes{});
-    }
-    memset(state.weighted, 0, static_cast<size_t>(all_rows_ * padded_) * sizeof(float));
-    const int64_t first = at_least(span * jaxinfer::kSpanKeys, first_key_of(p_, tile_));
-    const int64_t end = at_most((span + 1) * jaxinfer::kSpanKeys, end_key_of(tile_));
-    for (int64_t block = first / kBlock * kBlock; block < end; block += kBlock) {
-      attend_block(block, at_least(first, block), at_most(end, block + kBlock), state);
-    }
-  }
-
-  // Keys `[first, end)`, which lie in the block that begins at `block`.
-  void attend_block(int64_t block, int64_t first, int64_t end, const State& state) {
+  // Keys `[first, end)`, which lie in one block.
+  void attend_block(int64_t first, int64_t end, const State& state) {
     const int64_t left = first / kGroup * kGroup;
     const int64_t num_groups = (end - left + kGroup - 1) / kGroup;
     const int64_t size = kGroup * columns_, chunks = head_dim_ / kChunk;
@@ -249,9 +240,9 @@ class FewRoundedTile : TileRows {
     }
     for (int64_t r = 0; r < num_rows_; ++r) {
       const int64_t position = position_of(r);
-      here[r] = mask(rows_ + r * kBlock, num_groups * kGroup,
-                     at_least(first, first_seen(p_, position)) - left,
-                     at_most(end, position + 1) - left);
+      here[r] = mask_scores(rows_ + r * kBlock, 0, num_groups * kGroup,
+                            at_least(first, first_seen(p_, position)) - left,
+                            at_most(end, position + 1) - left);
     }
     const int64_t row = head * num_rows_;
     const Lanes before = load_rows(state.peak + row);
@@ -270,18 +261,6 @@ class FewRoundedTile : TileRows {
 
   Lanes load_rows(const float* from) const {
     return (Lanes)_mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << num_rows_) - 1), from);
-  }
-
-  // Finishes a row's scores, and makes those outside [begin, end) minus infinity. Returns the
-  // largest.
-  float mask(float* scores, int64_t count, int64_t begin, int64_t end) const {
-    Lanes most = broadcast(-INFINITY);
-    for (int64_t i = 0; i < count; i += kWidth) {
-      const Lanes score = only_seen(capped(load(scores + i), p_.soft_cap), i, begin, end);
-      store(scores + i, score);
-      most = larger(most, score);
-    }
-    return largest(most);
   }
 
   // Writes a row's weights for even elements, and behind them those for odd ones; returns their

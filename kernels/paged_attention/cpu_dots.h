@@ -1,5 +1,5 @@
 // Scores of few rows: dot products of queries with keys that stay where they are in the cache.
-// See cpu_rows.cc.
+// See cpu_rows.cc, and cpu_bfloat16_pairs.h.
 #pragma once
 
 #include "../cpp/lanes.h"
@@ -12,7 +12,6 @@ namespace {
 constexpr int kDotRows = kWidth == 16 ? 8 : 4;
 // AVX2 sums up what AVX-512 does, in two registers.
 constexpr int kDotParts = kWidth == 8 ? 2 : 1;
-constexpr int kDotStep = kDotParts * kWidth;  // elements
 
 // Keys at once: as many as registers can hold.
 template <int kRows>
@@ -75,24 +74,41 @@ JAXINFER_INLINE Lanes in_order(Lanes folded) {
 #endif
 }
 
+// How elements of a cache are multiplied: as float32.
+template <class Type>
+struct FloatProducts {
+  using Held = typename Type::Held;
+  using Query = float;
+  using Register = Lanes;
+  static constexpr int kElements = kWidth;  // of a register
+  static JAXINFER_INLINE Register load_query(const Query* from) { return load(from); }
+  static JAXINFER_INLINE Register load_elements(const Held* from, int64_t left) {
+    return held_in_register(decode_part<Type>(from, left));
+  }
+  static JAXINFER_INLINE Lanes add(Register query, Register elements, Lanes sum) {
+    return multiply_add(query, elements, sum);
+  }
+};
+
 // Adds the products of some elements, `left` of them in all.
-template <class Type, int kRows, int kKeys>
-JAXINFER_INLINE void add_products(const float* queries, int64_t padded,
-                                  const typename Type::Held* const* rows, int64_t h, int64_t left,
-                                  Lanes (&sums)[kRows][kDotParts][kKeys]) {
+template <class Products, int kRows, int kKeys>
+JAXINFER_INLINE void add_products(const typename Products::Query* queries, int64_t padded,
+                                  const typename Products::Held* const* rows, int64_t h,
+                                  int64_t left, Lanes (&sums)[kRows][kDotParts][kKeys]) {
 #pragma GCC unroll 2
   for (int part = 0; part < kDotParts; ++part) {
-    const int64_t at = h + part * kWidth;
-    Lanes query[kRows];
+    const int64_t skipped = part * Products::kElements;
+    typename Products::Register query[kRows];
 #pragma GCC unroll 8
-    for (int r = 0; r < kRows; ++r) query[r] = load(queries + r * padded + at);
+    for (int r = 0; r < kRows; ++r) {
+      query[r] = Products::load_query(queries + r * padded + h + skipped);
+    }
 #pragma GCC unroll 8
     for (int key = 0; key < kKeys; ++key) {
-      const Lanes elements =
-          held_in_register(decode_part<Type>(rows[key] + at, left - part * kWidth));
+      const auto elements = Products::load_elements(rows[key] + h + skipped, left - skipped);
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r) {
-        sums[r][part][key] = multiply_add(query[r], elements, sums[r][part][key]);
+        sums[r][part][key] = Products::add(query[r], elements, sums[r][part][key]);
       }
     }
   }
@@ -100,26 +116,27 @@ JAXINFER_INLINE void add_products(const float* queries, int64_t padded,
 
 // scores[r, i] = dot product of queries[r, :] with the elements of rows[i] from `offset` on, for
 // `count` keys, a multiple of kWidth. A score's bits depend on its query and key alone.
-template <class Type, int kRows>
-__attribute__((noinline)) void score_rows(const float* queries, int64_t padded,
-                                          const typename Type::Held* const* rows, int64_t offset,
-                                          int64_t head_dim, int64_t count, float* scores,
-                                          Ahead& ahead, int64_t bytes_ahead) {
+template <class Products, int kRows>
+__attribute__((noinline)) void score_rows(const typename Products::Query* queries, int64_t padded,
+                                          const typename Products::Held* const* rows,
+                                          int64_t offset, int64_t head_dim, int64_t count,
+                                          float* scores, Ahead& ahead, int64_t bytes_ahead) {
   constexpr int kKeys = dot_keys<kRows>(), kGroups = kWidth / kKeys;
-  const int64_t whole = head_dim / kDotStep * kDotStep;
+  constexpr int64_t kStep = kDotParts * Products::kElements;
+  const int64_t whole = head_dim / kStep * kStep;
   for (int64_t i = 0; i < count; i += kWidth) {
     Lanes folded[kRows][kGroups];
     for (int group = 0; group < kGroups; ++group) {
-      const typename Type::Held* keys[kKeys];
+      const typename Products::Held* keys[kKeys];
 #pragma GCC unroll 8
       for (int key = 0; key < kKeys; ++key) keys[key] = rows[i + group * kKeys + key] + offset;
       ahead.advance(kKeys * bytes_ahead);
       Lanes sums[kRows][kDotParts][kKeys] = {};
-      for (int64_t h = 0; h < whole; h += kDotStep) {
-        add_products<Type, kRows, kKeys>(queries, padded, keys, h, kDotStep, sums);
+      for (int64_t h = 0; h < whole; h += kStep) {
+        add_products<Products, kRows, kKeys>(queries, padded, keys, h, kStep, sums);
       }
-      if (whole < head_dim) {  // half a step: AVX2 has no second part
-        add_products<Type, kRows, kKeys>(queries, padded, keys, whole, kDotStep / 2, sums);
+      if (whole < head_dim) {
+        add_products<Products, kRows, kKeys>(queries, padded, keys, whole, head_dim - whole, sums);
       }
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r) {
@@ -138,25 +155,25 @@ __attribute__((noinline)) void score_rows(const float* queries, int64_t padded,
 }
 
 // While a key is scored, so many bytes more of the cache are prefetched.
-template <class Type>
-void score_few(int64_t num_rows, const float* queries, int64_t padded,
-               const typename Type::Held* const* rows, int64_t offset, int64_t head_dim,
+template <class Products>
+void score_few(int64_t num_rows, const typename Products::Query* queries, int64_t padded,
+               const typename Products::Held* const* rows, int64_t offset, int64_t head_dim,
                int64_t count, float* scores, Ahead& ahead, int64_t bytes_ahead) {
   const auto run = [&](int64_t r, auto* score) {
     score(queries + r * padded, padded, rows, offset, head_dim, count, scores + r * kBlock, ahead,
           r == 0 ? bytes_ahead : 0);
   };
   int64_t r = 0;
-  for (; r + kDotRows < num_rows; r += kDotRows) run(r, score_rows<Type, kDotRows>);
+  for (; r + kDotRows < num_rows; r += kDotRows) run(r, score_rows<Products, kDotRows>);
   switch (num_rows - r) {
-    case 1: return run(r, score_rows<Type, 1>);
-    case 2: return run(r, score_rows<Type, 2>);
-    case 3: return run(r, score_rows<Type, 3>);
-    case 4: return run(r, score_rows<Type, 4>);
-    case 5: return run(r, score_rows<Type, kDotRows < 5 ? 1 : 5>);
-    case 6: return run(r, score_rows<Type, kDotRows < 5 ? 1 : 6>);
-    case 7: return run(r, score_rows<Type, kDotRows < 5 ? 1 : 7>);
-    default: return run(r, score_rows<Type, kDotRows>);
+    case 1: return run(r, score_rows<Products, 1>);
+    case 2: return run(r, score_rows<Products, 2>);
+    case 3: return run(r, score_rows<Products, 3>);
+    case 4: return run(r, score_rows<Products, 4>);
+    case 5: return run(r, score_rows<Products, kDotRows < 5 ? 1 : 5>);
+    case 6: return run(r, score_rows<Products, kDotRows < 5 ? 1 : 6>);
+    case 7: return run(r, score_rows<Products, kDotRows < 5 ? 1 : 7>);
+    default: return run(r, score_rows<Products, kDotRows>);
   }
 }
 

@@ -20,4 +20,22 @@ JAXINFER_INLINE Lanes power_of_two(Lanes x) {
   return (Lanes)_mm512_scalef_ps((__m512)y, (__m512)x);  // times 2^floor(x)
 }
 
+// weights[i] = 2^(scores[i] * log2(e) + shift), rounded, for 32 at a time in [left, right); they
+// may take the place of the scores. Returns the sum of what they were rounded to.
+JAXINFER_INLINE float round_weights(const float* scores, int64_t left, int64_t right, float shift,
+                                    uint16_t* weights) {
+  const auto one = (__m512bh)_mm512_set1_epi32(0x3f803f80);
+  const Lanes factor = broadcast(kLog2E), shifts = broadcast(shift);
+  __m512 sums = _mm512_setzero_ps();
+  for (int64_t i = left; i < right; i += 2 * kWidth) {
+    const Lanes low = power_of_two(multiply_add(load(scores + i), factor, shifts));
+    const Lanes high = power_of_two(multiply_add(load(scores + i + kWidth), factor, shifts));
+    const __m512bh both = _mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+    sums = _mm512_dpbf16_ps(sums, both, one);
+    _mm512_storeu_si512(weights + i, (__m512i)both);
+  }
+  const Lanes summed[kSixteen] = {(Lanes)sums};
+  return sum(summed);
+}
+
 }  // namespace

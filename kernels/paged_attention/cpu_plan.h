@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <memory>
 #include <vector>
 
 #include "../cpp/memory.h"
@@ -30,15 +31,15 @@ class Plan {
       : p_(p), heads_(p.num_heads / p.cache.num_kv_heads), tile_rows_(tile_rows) {
     add_rows(rows);
     is_tiny = work_ < tiny_work;
-    int64_t most = work_of_all();
-    if (num_threads > 1 && !is_tiny) {
-      most /= num_threads * kPartsPerThread;
-      split(most);
-    }
     // The largest first, or all others would wait for it.
     sort();
-    if (num_threads > 1 && !is_tiny) even_out(num_threads);
-    chain(most);
+    Shares shares(work_of_all(), is_tiny ? 1 : num_threads);
+    if (num_threads > 1 && !is_tiny) {
+      split(shares);
+      sort();
+      even_out(num_threads);
+    }
+    chain(shares);
   }
 
   Plan(const Plan&) = delete;  // tiles point to others
@@ -52,7 +53,7 @@ class Plan {
  private:
   // Bringing a key costs as much as multiplying it with so many rows.
   static constexpr int64_t kRowsPerKey = 8;
-  static constexpr int64_t kPartsPerThread = 4;
+  static constexpr int64_t kPartsPerThread = 4;  // at least, if all are as small as they may be
   // States of more rows than this are not worth keeping; tiles of fewer not worth cutting.
   static constexpr int64_t kMostSplitRows = 16;
 
@@ -161,52 +162,67 @@ class Plan {
     sort();
   }
 
+  // How much work a thread takes at once: large parts first, because keys are prefetched within a
+  // part only, then smaller ones, so that threads end together.
+  class Shares {
+   public:
+    Shares(int64_t work, int64_t num_threads)
+        : num_threads_(num_threads), left_(work),
+          least_(num_threads > 1 ? work / (num_threads * kPartsPerThread) : work) {}
+
+    int64_t least() const { return least_; }
+    int64_t next() const { return std::max(left_ * 3 / (4 * num_threads_), least_); }
+    void take(int64_t work) { left_ -= work; }
+
+   private:
+    const int64_t num_threads_;
+    int64_t left_;
+    const int64_t least_;
+  };
+
   // Cuts tiles if threads would otherwise run out of them: those whose KV heads are much work
   // even for one span into tiles of one, and then those of few rows and many keys.
-  void split(int64_t most) {
+  void split(Shares shares) {
     std::vector<Tile> of_heads, parts;
     for (Tile tile : tiles) {
       const int64_t end = tile.kv_head + tile.num_kv_heads;
-      if (work_of_span(tile) > most) tile.num_kv_heads = 1;
+      if (work_of_span(tile) > shares.least()) tile.num_kv_heads = 1;
       for (; tile.kv_head < end; tile.kv_head += tile.num_kv_heads) of_heads.push_back(tile);
     }
-    int64_t num_partial = 0;
-    for (const Tile& tile : of_heads) {
-      if (num_rows_of(tile) > kMostSplitRows || num_spans_of(tile) <= spans_of(most, tile)) {
+    for (Tile& tile : of_heads) {
+      if (num_rows_of(tile) > kMostSplitRows || num_spans_of(tile) <= spans_of(shares, tile)) {
         parts.push_back(tile);
+        shares.take(work_of(tile));
         continue;
       }
+      const int64_t size = state_floats_of(tile);
+      partials_.emplace_back(new float[static_cast<size_t>(num_spans_of(tile) * size)]);
+      tile.partial = partials_.back().get();
       merges.push_back(tile);
-      num_partial += num_spans_of(tile) * state_floats_of(tile);
-    }
-    partial_.resize(static_cast<size_t>(num_partial));
-    float* partial = partial_.data();
-    for (Tile& tile : merges) {
-      tile.partial = partial;
-      const int64_t num_spans = spans_of(most, tile);
       for (Tile part = tile; part.first_span < tile.last_span; part.first_span = part.last_span) {
-        part.last_span = std::min(part.first_span + num_spans, tile.last_span);
-        part.partial = partial;
+        part.last_span = std::min(part.first_span + spans_of(shares, tile), tile.last_span);
+        part.partial = tile.partial + (part.first_span - tile.first_span) * size;
         parts.push_back(part);
-        partial += num_spans_of(part) * state_floats_of(part);
+        shares.take(work_of(part));
       }
     }
     tiles.swap(parts);
   }
 
-  // Makes tiles of few rows follow one another, up to so much work: each is prefetched during the
-  // one before.
-  void chain(int64_t most) {
+  // Makes tiles of few rows follow one another, up to a share of the work: each is prefetched
+  // during the one before.
+  void chain(Shares shares) {
     chained_.swap(tiles);
-    int64_t work = 0;
+    int64_t work = 0, most = 0;
     for (size_t i = 0; i < chained_.size(); ++i) {
       work += work_of(chained_[i]);
       if (i > 0 && work <= most && is_few(tiles.back()) && is_few(chained_[i])) {
         (tiles.back().next ? chained_[i - 1] : tiles.back()).next = &chained_[i];
-        continue;
+      } else {
+        tiles.push_back(chained_[i]);
+        work = work_of(chained_[i]), most = shares.next();
       }
-      tiles.push_back(chained_[i]);
-      work = work_of(chained_[i]);
+      shares.take(work_of(chained_[i]));
     }
   }
 
@@ -216,16 +232,16 @@ class Plan {
     return work;
   }
 
-  // How many spans of a tile are as much work as given, at least one.
-  int64_t spans_of(int64_t work, const Tile& tile) const {
-    return std::max<int64_t>(work / work_of_span(tile), 1);
+  // How many spans of a tile are the next share, at least one.
+  int64_t spans_of(const Shares& shares, const Tile& tile) const {
+    return std::max<int64_t>(shares.next() / work_of_span(tile), 1);
   }
 
   const Attention& p_;
   const int64_t heads_, tile_rows_;
   int64_t work_ = 0;
   std::vector<Tile> chained_;
-  std::vector<float> partial_;
+  std::vector<std::unique_ptr<float[]>> partials_;
 };
 
 // Memory of the calling thread for as long as it lives, aligned to cache lines.

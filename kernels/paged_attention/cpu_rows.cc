@@ -40,7 +40,9 @@ class TileLoops : TileRows {
   void run() {
     pack_queries();
     for_spans(states_, [this](int64_t span, const State& state) {
-      attend_span<Type>(span, state);
+      for_blocks(span, state, [&](int64_t block, int64_t first, int64_t end) {
+        attend_block<Type>(block, first, end, state);
+      });
     });
   }
 
@@ -52,20 +54,6 @@ class TileLoops : TileRows {
         const Lanes query = h < head_dim_ ? decode_part<Float32>(from + h, head_dim_ - h) : Lanes{};
         store(queries_ + r * padded_ + h, query * p_.scale);
       }
-    }
-  }
-
-  template <class Type>
-  void attend_span(int64_t span, const State& state) {
-    for (int64_t r = 0; r < all_rows_; r += kWidth) {
-      store(state.peak + r, broadcast(-INFINITY));
-      store(state.total + r, Lanes{});
-    }
-    memset(state.weighted, 0, static_cast<size_t>(all_rows_ * padded_) * sizeof(float));
-    const int64_t first = at_least(span * kSpanKeys, first_key_of(p_, tile_));
-    const int64_t end = at_most((span + 1) * kSpanKeys, end_key_of(tile_));
-    for (int64_t block = first / kBlock * kBlock; block < end; block += kBlock) {
-      attend_block<Type>(block, at_least(first, block), at_most(end, block + kBlock), state);
     }
   }
 
@@ -103,9 +91,9 @@ class TileLoops : TileRows {
       const int64_t count = at_most(kSixteen * kWidth, right - i);
       for (int64_t head = 0; head < tile_.num_kv_heads; ++head) {
         const int64_t row = head * num_rows_;
-        score_few<Type>(num_rows_, queries_ + row * padded_, padded_, rows + i,
-                        head * 2 * head_dim_, head_dim_, count, scores_ + row * kBlock + i, ahead_,
-                        bytes_ahead);
+        score_few<FloatProducts<Type>>(num_rows_, queries_ + row * padded_, padded_, rows + i,
+                                       head * 2 * head_dim_, head_dim_, count,
+                                       scores_ + row * kBlock + i, ahead_, bytes_ahead);
       }
     }
     for (int64_t head = 0; head < tile_.num_kv_heads; ++head) {

@@ -70,6 +70,36 @@ class TileRows {
     if (!tile_.partial) finish(whole);
   }
 
+  // Calls `attend_block` for each block of keys that the tile sees of a span with its begin and
+  // what it sees of it; `state` begins anew.
+  template <class AttendBlock>
+  void for_blocks(int64_t span, const State& state, AttendBlock attend_block) const {
+    for (int64_t r = 0; r < all_rows_; r += kWidth) {
+      store(state.peak + r, broadcast(-INFINITY));
+      store(state.total + r, Lanes{});
+    }
+    memset(state.weighted, 0, static_cast<size_t>(all_rows_ * padded_) * sizeof(float));
+    constexpr int64_t kBlock = jaxinfer::kBlockKeys, kSpan = jaxinfer::kSpanKeys;
+    const int64_t first = at_least(span * kSpan, first_key_of(p_, tile_));
+    const int64_t end = at_most((span + 1) * kSpan, end_key_of(tile_));
+    for (int64_t block = first / kBlock * kBlock; block < end; block += kBlock) {
+      attend_block(block, at_least(first, block), at_most(end, block + kBlock));
+    }
+  }
+
+  // Finishes a row's scores in [left, right), and makes those outside [begin, end) minus infinity.
+  // Returns the largest.
+  float mask_scores(float* scores, int64_t left, int64_t right, int64_t begin,
+                    int64_t end) const {
+    Lanes most = broadcast(-INFINITY);
+    for (int64_t i = left; i < right; i += kWidth) {
+      const Lanes score = only_seen(capped(load(scores + i), p_.soft_cap), i, begin, end);
+      store(scores + i, score);
+      most = larger(most, score);
+    }
+    return largest(most);
+  }
+
   // Where a row's queries and results begin.
   int64_t element_of(int64_t r) const {
     const int64_t kv_head = tile_.kv_head + r / num_rows_, of_head = r % num_rows_;

@@ -15,6 +15,22 @@ constexpr int64_t kChunk = 2 * kPairs;
 constexpr int64_t kTileColumns = 16;
 constexpr int64_t kTileElements = kPairs * 2 * kTileColumns;
 
+// A chunk of a row, zeros behind its end.
+JAXINFER_INLINE __m512i read_chunk(const uint16_t* from, int64_t count) {
+  if (count >= kChunk) return _mm512_loadu_si512(from);
+  return _mm512_maskz_loadu_epi16((1u << count) - 1, from);
+}
+
+// A query times the scale, rounded; zeros up to `width`, whole chunks.
+JAXINFER_INLINE void round_query(const float* query, int64_t head_dim, float scale, int64_t width,
+                                 uint16_t* to) {
+  for (int64_t h = 0; h < width; h += kWidth) {
+    const Lanes part = h < head_dim ? decode_part<Float32>(query + h, head_dim - h) : Lanes{};
+    const __m256bh rounded = _mm512_cvtneps_pbh((__m512)(part * scale));
+    memcpy(to + h, &rounded, sizeof(rounded));
+  }
+}
+
 #if defined(__AMX_TILE__)
 
 // Sums of products of up to 32 rows, kept until it goes out of scope: nothing else uses tiles.

@@ -115,15 +115,12 @@ def values(cache):
     return wide.reshape(-1, *cache.shape[2:])
 
 
-def rounds_attention(case, step, instruction_set):
-    """Whether rounded queries are multiplied, and rounded weights of values."""
-    is_many = any(q_len > 1 for q_len, _ in step.rows)
-    return instruction_set in ROUNDING_SETS and case.kv_dtype == "bfloat16" and is_many
-
-
-def tolerance_of(case, step, instruction_set):
-    tolerance = TOLERANCE if case.kv_dtype == "float32" else TOLERANCE_BFLOAT16_CACHE
-    return tolerance + (ROUNDING if rounds_attention(case, step, instruction_set) else 0)
+def tolerance_of(case, instruction_set):
+    """Attention over a bfloat16 cache rounds queries and the weights of values in some sets."""
+    if case.kv_dtype == "float32":
+        return TOLERANCE
+    rounding = ROUNDING if instruction_set in ROUNDING_SETS else 0
+    return TOLERANCE_BFLOAT16_CACHE + rounding
 
 
 def check(case, step, given, wanted, tolerance):
@@ -149,7 +146,7 @@ def check(case, step, given, wanted, tolerance):
 def test_equals_the_formula(instruction_set, name, step_name):
     case, step = CASES[name], STEPS[step_name]
     given = run(cpu, case, step, instruction_set=instruction_set)
-    check(case, step, given, expected(case, step), tolerance_of(case, step, instruction_set))
+    check(case, step, given, expected(case, step), tolerance_of(case, instruction_set))
 
 
 @combinations
@@ -157,7 +154,7 @@ def test_equals_the_formula(instruction_set, name, step_name):
 def test_weights_in_blocks_equal_the_formula(instruction_set, name, step_name):
     case, step = CASES[name], STEPS[step_name]
     given = run(cpu, in_blocks(case), step, instruction_set=instruction_set)
-    check(case, step, given, expected(case, step), tolerance_of(case, step, instruction_set))
+    check(case, step, given, expected(case, step), tolerance_of(case, instruction_set))
 
 
 @combinations

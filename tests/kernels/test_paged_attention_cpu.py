@@ -27,11 +27,8 @@ pytestmark = [
 SETS = native.runnable_instruction_sets() if cpu.is_available() else ()
 DTYPES = ("float32", "bfloat16", "float16", "int8")
 QUICK = ("gemma3-groups-mixed-int8", "mha-head-80-page-128")
-# Products of these sets are of bfloat16 numbers if the cache is: those of tiles of more rows
-# (queries times heads that share keys) than this, `kFewRows` of cpu_attention.h, and with AMX of
-# fewer rows if heads are multiples of 32 elements.
+# Products of these sets are of bfloat16 numbers if the cache is.
 BFLOAT16_SETS = tuple(name for name in SETS if name in ("amx", "avx512bf16"))
-FEW_ROWS = 8
 ROUNDED_SPECS = {
     "mixed-bfloat16": small(MIXED, num_tokens=100, num_rows=9, kv_dtype="bfloat16"),
     "window-7-bfloat16": dataclasses.replace(SMALL_SPECS["window-7"], kv_dtype="bfloat16"),
@@ -52,17 +49,9 @@ def attention(spec, inputs, instruction_set=None):
         return np.asarray(jax.jit(lambda *inputs: cpu.attend(*inputs, **call))(*inputs))
 
 
-def may_round(spec, instruction_set=SETS[0] if SETS else None):
-    """Whether the products of some of a spec's queries are of bfloat16 numbers."""
-    is_any = any(rounds(spec, q_len, instruction_set) for q_len, _ in spec.rows)
-    return instruction_set in BFLOAT16_SETS and spec.kv_dtype == "bfloat16" and is_any
-
-
-def rounds(spec, q_len, instruction_set):
-    """Whether the products of a row's queries are of bfloat16 numbers, if any are."""
-    heads = spec.num_heads // spec.num_kv_heads
-    multiplies_few = instruction_set == "amx" and spec.head_dim % 32 == 0
-    return q_len * heads > FEW_ROWS or multiplies_few
+def rounds(spec, instruction_set=SETS[0] if SETS else None):
+    """Whether products of a spec's queries are of bfloat16 numbers."""
+    return instruction_set in BFLOAT16_SETS and spec.kv_dtype == "bfloat16"
 
 
 @pytest.mark.parametrize("spec", SMALL_SPECS.values(), ids=SMALL_SPECS)
@@ -76,7 +65,7 @@ def test_equals_the_formula(spec):
 def test_equals_the_reference(name):
     spec = SPECS[name]
     # A query's elements and the weights of values are rounded to bfloat16.
-    atol = TOLERANCE_BFLOAT16 if may_round(spec) else None
+    atol = TOLERANCE_BFLOAT16 if rounds(spec) else None
     checks.check_reference("cpu", "cpu", spec, atol)
 
 
@@ -113,31 +102,25 @@ def test_every_instruction_set_equals_the_formula(instruction_set, dtype):
         spec = RAGGED(kv_dtype=dtype, **changes)
         inputs = make_inputs(spec)
         out = attention(spec, inputs, instruction_set)
-        if may_round(spec, instruction_set):
-            check_rounded(spec, inputs, out, instruction_set)
+        if rounds(spec, instruction_set):
+            check_rounded(spec, inputs, out)
             continue
         np.testing.assert_allclose(out, checks.formula(spec, *inputs), rtol=0, atol=TOLERANCE)
         if instruction_set == "avx2" and "avx512" in SETS:
             np.testing.assert_array_equal(out, attention(spec, inputs, "avx512"))
 
 
-def check_rounded(spec, inputs, out, instruction_set):
-    """The formula for rounded queries, up to the rounding of weights; others as ever."""
+def check_rounded(spec, inputs, out):
+    """The formula for rounded queries, up to the rounding of weights."""
     q, kv, metadata = inputs
     scaled = np.asarray(q, np.float32) * np.float32(spec.scale)
     rounded = np.asarray(jnp.asarray(scaled, jnp.bfloat16), np.float64) / spec.scale
-    is_rounded = np.zeros(len(q), bool)
-    for row, (q_len, _) in enumerate(spec.rows):
-        start = int(metadata.cu_q_lens[row])
-        is_rounded[start : start + q_len] = rounds(spec, q_len, instruction_set)
-    queries = np.where(is_rounded[:, None, None], rounded, q)
-    error = np.abs(out - checks.formula(spec, queries, kv, metadata))
-    assert error[~is_rounded].max(initial=0) <= TOLERANCE
+    error = np.abs(out - checks.formula(spec, rounded, kv, metadata))
     # Every weight is off by at most 2^-9 of itself, and so is the sum of how far values are away.
     values = checks.numbers_of(kv)[..., 1, :]
-    assert error[is_rounded].max() <= 2**-9 * (np.abs(values).max() + np.abs(out).max())
+    assert error.max() <= 2**-9 * (np.abs(values).max() + np.abs(out).max())
     # Rounded this way and that, they mostly cancel.
-    assert np.sqrt(np.mean(error[is_rounded] ** 2)) <= 2**-9 * np.std(out[is_rounded])
+    assert np.sqrt(np.mean(error**2)) <= 2**-9 * np.std(out)
 
 
 ROUNDED_ROWS = {
@@ -157,18 +140,20 @@ FEW_ROUNDED_ROWS = {
     "mha": {"num_heads": 2, "head_dim": 96, "soft_cap": 3.0},
     "eight": {"num_heads": 16, "head_dim": 128, "window": 37},
     "five": {"num_heads": 5, "num_kv_heads": 1, "head_dim": 288},
+    "narrow": {"num_heads": 7, "num_kv_heads": 1, "head_dim": 24, "window": 129},
+    "heads-of-80": {"num_heads": 6, "num_kv_heads": 3, "head_dim": 80},
 }
 
 
-@pytest.mark.skipif("amx" not in SETS, reason="this machine has no AMX")
+@pytest.mark.parametrize("instruction_set", BFLOAT16_SETS)
 @pytest.mark.parametrize("page_size", [6, 16, 48])
 @pytest.mark.parametrize("kind", FEW_ROUNDED_ROWS)
-def test_few_rows_of_a_bfloat16_cache(kind, page_size):
+def test_few_rows_of_a_bfloat16_cache(kind, page_size, instruction_set):
     rows = [(1, 1), (1, 15), (1, 64), (1, 257), (1, 700), (2, 2), (2, 130)]
     pages = {"page_size": page_size, "max_pages": 700 // page_size + 1}
     spec = small(rows, kv_dtype="bfloat16", **pages, **FEW_ROUNDED_ROWS[kind])
     inputs = make_inputs(spec)
-    check_rounded(spec, inputs, attention(spec, inputs, "amx"), "amx")
+    check_rounded(spec, inputs, attention(spec, inputs, instruction_set))
 
 
 @pytest.mark.parametrize("instruction_set", BFLOAT16_SETS)
@@ -177,7 +162,7 @@ def test_many_rows_of_a_bfloat16_cache(kind, instruction_set):
     rows, changes = ROUNDED_ROWS[kind]
     spec = small(rows, kv_dtype="bfloat16", **changes)
     inputs = make_inputs(spec)
-    check_rounded(spec, inputs, attention(spec, inputs, instruction_set), instruction_set)
+    check_rounded(spec, inputs, attention(spec, inputs, instruction_set))
 
 
 @pytest.mark.parametrize("instruction_set", BFLOAT16_SETS)
@@ -239,8 +224,8 @@ def test_a_querys_bits_do_not_depend_on_the_batch(dtype, head_dim, window):
             alone = of_rows([rows[first]])[1]
             start = sum(sizes[:first])
             np.testing.assert_array_equal(out[start : start + len(alone)], alone, f"{sizes}")
-        # Tiles of few rows add up scores in an order of their own, or round nothing.
-        atol = TOLERANCE_BFLOAT16 if may_round(whole) else 2e-6 * np.abs(expected).max()
+        # Tiles of few rows add up scores in an order of their own.
+        atol = TOLERANCE_BFLOAT16 if rounds(whole) else 2e-6 * np.abs(expected).max()
         np.testing.assert_allclose(out, expected[position], rtol=0, atol=atol, err_msg=f"{sizes}")
 
 
@@ -250,7 +235,7 @@ def test_threads_share_long_rows(dtype):
     inputs = make_inputs(spec)
     call = jax.jit(partial(cpu.attend, group=0, scale=spec.scale, window=None, soft_cap=None))
     alone = np.asarray(call(*inputs))
-    atol = TOLERANCE_BFLOAT16 if may_round(spec) else TOLERANCE
+    atol = TOLERANCE_BFLOAT16 if rounds(spec) else TOLERANCE
     np.testing.assert_allclose(alone, checks.formula(spec, *inputs), rtol=0, atol=atol)
     with ThreadPoolExecutor(6) as pool:  # more callers than XLA has threads
         for result in pool.map(lambda _: np.asarray(call(*inputs)), range(24)):
