@@ -35,6 +35,7 @@ class QuantizedArray:
       codebook: float32 `[16]` or None.
       perm: int32 `[I]` or None: stored column i multiplies `x[:, perm[i]]`.
       activations: what products are meant to be of: x as it is, or x rounded to int8.
+      fits_five_bits: see `QTensor`.
     """
 
     qvalue: np.ndarray
@@ -45,6 +46,7 @@ class QuantizedArray:
     code: Literal["int8", "fp8", "int4", "uint4"] = "int8"
     group_size: int = 0
     activations: Literal["float", "int8"] = "float"
+    fits_five_bits: bool = False
 
     @property
     def is_4bit(self) -> bool:
@@ -113,6 +115,7 @@ def abstract_array(
     codebook: np.ndarray | None = None,
     has_perm: bool = False,
     activations: Literal["float", "int8"] = "float",
+    fits_five_bits: bool = False,
 ) -> QuantizedArray:
     """Returns a matrix of dtypes and shapes: its arrays are one zero each, repeated."""
     rows, columns = shape
@@ -132,6 +135,7 @@ def abstract_array(
         code=code,
         group_size=group_size,
         activations=activations,
+        fits_five_bits=fits_five_bits,
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -25,6 +27,12 @@ FORMATS = {
     "uint4-g128": QFormat("uint4", 128, has_offset=True, scale_dtype="float16"),
     "nf4": QFormat("uint4", 64, codebook=NF4),
 }
+FIVE_BITS = {
+    "five-bits": QFormat("int8", 32, scale_dtype="float16"),
+    "five-bits-g16": QFormat("int8", 16),
+    "five-bits-offset": QFormat("int8", 32, has_offset=True),
+}
+"""Of codes that are known to fit five bits."""
 
 
 def random_weight(fmt: QFormat, rows: int, columns: int) -> QTensor:
@@ -46,6 +54,13 @@ def random_weight(fmt: QFormat, rows: int, columns: int) -> QTensor:
         group_size=group,
         layout=LAYOUTS["cpu"],
     )
+
+
+def random_five_bits(fmt: QFormat, rows: int, columns: int) -> QTensor:
+    """The same with codes that fit five bits."""
+    w = random_weight(fmt, rows, columns)
+    codes = (w.qvalue & 31) - (0 if fmt.has_offset else 16)
+    return dataclasses.replace(w, qvalue=codes, fits_five_bits=True)
 
 
 def weight_by_hand(w: QTensor) -> np.ndarray:

@@ -37,6 +37,7 @@ class BlockFormat:
     decode: Decode
     has_offset: bool = False
     codebook: np.ndarray | None = None
+    fits_five_bits: bool = False
 
     @property
     def code_bits(self) -> int:
@@ -69,6 +70,7 @@ def abstract_blocks(shape: tuple[int, int], ggml_type: GgmlType) -> QuantizedArr
         made.scale_dtype,
         has_offset=made.has_offset,
         codebook=made.codebook,
+        fits_five_bits=made.fits_five_bits,
     )
 
 
@@ -93,6 +95,7 @@ def decode_blocks(blocks: np.ndarray, ggml_type: GgmlType, num_rows: int) -> Qua
         made.codebook,
         code=made.code,
         group_size=made.group_size,
+        fits_five_bits=made.fits_five_bits,
     )
 
 
@@ -277,8 +280,9 @@ def _blocks(
     *,
     has_offset: bool = False,
     codebook: np.ndarray | None = None,
+    bits: int = 8,
 ) -> GgmlType:
-    made = BlockFormat(code, group_size, scale_dtype, decode, has_offset, codebook)
+    made = BlockFormat(code, group_size, scale_dtype, decode, has_offset, codebook, bits == 5)
     return GgmlType(name, block_size, block_bytes, format=made)
 
 
@@ -287,13 +291,13 @@ GGML_TYPES: dict[int, GgmlType] = {
     1: _float("F16", np.dtype("<f2")),
     2: _blocks("Q4_0", 32, 18, "int4", 32, _F16, _decode_q4_0),
     3: _blocks("Q4_1", 32, 20, "uint4", 32, _F16, _decode_q4_1, has_offset=True),
-    6: _blocks("Q5_0", 32, 22, "int8", 32, _F16, _decode_q5_0),
-    7: _blocks("Q5_1", 32, 24, "int8", 32, _F16, _decode_q5_1, has_offset=True),
+    6: _blocks("Q5_0", 32, 22, "int8", 32, _F16, _decode_q5_0, bits=5),
+    7: _blocks("Q5_1", 32, 24, "int8", 32, _F16, _decode_q5_1, bits=5, has_offset=True),
     8: _blocks("Q8_0", 32, 34, "int8", 32, _F16, _decode_q8_0),
     10: _blocks("Q2_K", 256, 84, "uint4", 16, _F32, _decode_q2_k, has_offset=True),
     11: _blocks("Q3_K", 256, 110, "int4", 16, _F32, _decode_q3_k),
     12: _blocks("Q4_K", 256, 144, "uint4", 32, _F32, _decode_q4_k, has_offset=True),
-    13: _blocks("Q5_K", 256, 176, "int8", 32, _F32, _decode_q5_k, has_offset=True),
+    13: _blocks("Q5_K", 256, 176, "int8", 32, _F32, _decode_q5_k, bits=5, has_offset=True),
     14: _blocks("Q6_K", 256, 210, "int8", 16, _F32, _decode_q6_k),
     30: _float("BF16", _BF16),
     39: _blocks("MXFP4", 32, 17, "uint4", 32, _BF16, _decode_mxfp4, codebook=_E2M1_DOUBLED),

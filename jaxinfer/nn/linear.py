@@ -24,7 +24,7 @@ from jaxinfer.nn.matrix import (
 from jaxinfer.nn.weights import RowLayout
 from kernels import quantized_matmul
 from kernels.quantized_matmul import QFormat, QTensor
-from kernels.quantized_matmul.format import local_part
+from kernels.quantized_matmul.partition import local_part
 
 _MAX_ROWS_WEIGHT_FIRST = 32
 

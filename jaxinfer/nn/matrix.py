@@ -15,7 +15,7 @@ from jaxinfer.nn.weights import RowLayout
 from jaxinfer.quantization import fit_format
 from kernels import quantized_matmul
 from kernels.quantized_matmul import QFormat, QTensor
-from kernels.quantized_matmul.format import partition_specs
+from kernels.quantized_matmul.partition import partition_specs
 
 Split: TypeAlias = Literal["column", "row"] | None
 """How a matrix `[O, I]` is divided over the mesh axis "tensor": its rows O, its columns I, not."""

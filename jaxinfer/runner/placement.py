@@ -179,7 +179,8 @@ def _prepared(value: Any, platform: str) -> Any:
 def _in_best_layout(value: Any) -> Any:
     """Lays a host value's codes out for this CPU; a device's part of one would not be a weight.
 
-    A few rows at a time, in place where they may be written: a vocabulary is not held twice.
+    A few rows at a time, in place where they may be written and codes keep their size: a vocabulary
+    is not held twice.
     """
     if isinstance(value, MixedMatrix):
         return dataclasses.replace(value, pieces=tuple(map(_in_best_layout, value.pieces)))
@@ -188,16 +189,21 @@ def _in_best_layout(value: Any) -> Any:
     layout = cpu.best_layout(value)
     if layout == value.layout or not isinstance(value.qvalue, np.ndarray):
         return prepare(value, layout)
-    arrays = {"qvalue": value.qvalue, "scale": value.scale, "offset": value.offset}
-    arrays = {name: _own(array) for name, array in arrays.items() if array is not None}
+    found = {"qvalue": value.qvalue, "scale": value.scale, "offset": value.offset}
+    arrays = {name: array for name, array in found.items() if array is not None}
     num_rows, columns = value.shape
+    made: dict[str, Any] = {}
+    for name, array in arrays.items():
+        is_packed = layout.five_bits and name == "qvalue"
+        packed = (num_rows, columns * 5 // 8)
+        made[name] = aligned_empty(packed, np.dtype(np.uint8)) if is_packed else _own(array)
     step = max(_WEIGHTS_AT_ONCE // columns // layout.row_block, 1) * layout.row_block
     for first in range(0, num_rows, step):
-        rows = {name: array[first : first + step] for name, array in arrays.items()}
+        rows: dict[str, Any] = {name: arrays[name][first : first + step] for name in made}
         part = prepare(dataclasses.replace(value, **rows), layout)
-        for name, of_rows in rows.items():
-            of_rows[:] = getattr(part, name)
-    return dataclasses.replace(value, **arrays, layout=layout)
+        for name, array in made.items():
+            array[first : first + step] = getattr(part, name)
+    return dataclasses.replace(value, **made, layout=layout)
 
 
 def _own(array: np.ndarray) -> np.ndarray:
@@ -249,6 +255,7 @@ def format_of(part: QuantizedArray | None) -> object:
         part.code,
         part.group_size,
         part.activations,
+        part.fits_five_bits,
         part.scale.dtype,
         None if part.offset is None else part.offset.dtype,
         None if part.codebook is None else part.codebook.tobytes(),
@@ -295,6 +302,7 @@ def _join(
         code=model.code,
         group_size=group_size,
         activations=model.activations,
+        fits_five_bits=model.fits_five_bits,
         layout=LAYOUTS["cpu"],
     )
 

@@ -25,7 +25,7 @@ namespace ffi = xla::ffi;
 using namespace jaxinfer;
 
 // Of kernels/decoder_layers/cpu.py.
-constexpr std::string_view kCodes[] = {"int8", "fp8", "int4", "uint4"};
+constexpr std::string_view kCodes[] = {"int8", "fp8", "int4", "uint4", "int5", "uint5"};
 
 // Operands and numbers one after the other, each checked when it is taken. After the first
 // mistake, `problem` says what it was and nothing that was taken may be used.
@@ -332,12 +332,12 @@ Kernels best() {
                                     .Attr<bool>("is_decode")             \
                                     .Attr<ffi::Span<const int64_t>>("layout"))
 
-JAXINFER_HANDLER(jaxinfer_decoder_layers_v2, best);
+JAXINFER_HANDLER(jaxinfer_decoder_layers_v3, best);
 // For tests, and to measure one against another.
-JAXINFER_HANDLER(jaxinfer_decoder_layers_v2_portable, portable);
+JAXINFER_HANDLER(jaxinfer_decoder_layers_v3_portable, portable);
 #if defined(__x86_64__)
-JAXINFER_HANDLER(jaxinfer_decoder_layers_v2_avx2, avx2);
-JAXINFER_HANDLER(jaxinfer_decoder_layers_v2_avx512, avx512);
-JAXINFER_HANDLER(jaxinfer_decoder_layers_v2_avx512bf16, avx512bf16);
-JAXINFER_HANDLER(jaxinfer_decoder_layers_v2_amx, amx);
+JAXINFER_HANDLER(jaxinfer_decoder_layers_v3_avx2, avx2);
+JAXINFER_HANDLER(jaxinfer_decoder_layers_v3_avx512, avx512);
+JAXINFER_HANDLER(jaxinfer_decoder_layers_v3_avx512bf16, avx512bf16);
+JAXINFER_HANDLER(jaxinfer_decoder_layers_v3_amx, amx);
 #endif

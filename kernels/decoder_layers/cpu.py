@@ -24,9 +24,9 @@ from kernels.quantized_matmul import cpu as matmul
 __all__ = ["is_available", "run", "supports", "unavailable"]
 
 # The version is that of the handlers in cpu.cc.
-_TARGET = "jaxinfer_decoder_layers_v2"
+_TARGET = "jaxinfer_decoder_layers_v3"
 # In the order of cpu.cc.
-_CODES = ("int8", "fp8", "int4", "uint4")
+_CODES = ("int8", "fp8", "int4", "uint4", "int5", "uint5")
 _ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 _NONE = np.zeros((0,), np.float32)
 
@@ -150,7 +150,7 @@ def _add_layer(layer: LayerWeights, operands: list[Any], layout: list[int]) -> N
     def matrix(value: BlockMatrix) -> None:
         layout.append(len(value.pieces))
         for piece, rows in zip(value.pieces, value.rows, strict=True):
-            layout.extend((rows, _CODES.index(piece.code), piece.layout.row_block))
+            layout.extend((rows, _CODES.index(matmul.stored_code(piece)), piece.layout.row_block))
             operands.extend((piece.qvalue, piece.scale))
             operands.extend(_NONE if a is None else a for a in (piece.offset, piece.codebook))
         vector(value.bias)

@@ -138,14 +138,14 @@ ffi::Error multiply(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes
                                     .Attr<std::string_view>("code")   \
                                     .Attr<int64_t>("row_block"))
 
-JAXINFER_HANDLER(jaxinfer_quantized_matmul_v4, multipliers_best);
+JAXINFER_HANDLER(jaxinfer_quantized_matmul_v5, multipliers_best);
 // For tests, and to measure one against another.
-JAXINFER_HANDLER(jaxinfer_quantized_matmul_v4_portable, multipliers_portable);
+JAXINFER_HANDLER(jaxinfer_quantized_matmul_v5_portable, multipliers_portable);
 #if defined(__x86_64__)
-JAXINFER_HANDLER(jaxinfer_quantized_matmul_v4_avx2, multipliers_avx2);
-JAXINFER_HANDLER(jaxinfer_quantized_matmul_v4_avx512, multipliers_avx512);
-JAXINFER_HANDLER(jaxinfer_quantized_matmul_v4_avx512bf16, multipliers_avx512bf16);
-JAXINFER_HANDLER(jaxinfer_quantized_matmul_v4_amx, multipliers_amx);
+JAXINFER_HANDLER(jaxinfer_quantized_matmul_v5_avx2, multipliers_avx2);
+JAXINFER_HANDLER(jaxinfer_quantized_matmul_v5_avx512, multipliers_avx512);
+JAXINFER_HANDLER(jaxinfer_quantized_matmul_v5_avx512bf16, multipliers_avx512bf16);
+JAXINFER_HANDLER(jaxinfer_quantized_matmul_v5_amx, multipliers_amx);
 #endif
 
 // Of XLA's FFI, version 0: a runtime takes handlers of its own version and of earlier ones.

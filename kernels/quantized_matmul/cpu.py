@@ -17,6 +17,7 @@ from jaxtyping import Float, Float32, Int32
 from kernels import native
 from kernels.quantized_matmul.format import (
     CPU_BLOCKS,
+    CPU_FIVE_BITS,
     GROUP_SIZES,
     LAYOUTS,
     Layout,
@@ -24,10 +25,18 @@ from kernels.quantized_matmul.format import (
     quantize_rows,
 )
 
-__all__ = ["best_layout", "is_available", "matmul", "matmul_first", "supports", "unavailable"]
+__all__ = [
+    "best_layout",
+    "is_available",
+    "matmul",
+    "matmul_first",
+    "stored_code",
+    "supports",
+    "unavailable",
+]
 
 # The version is that of the handlers in cpu.cc.
-_TARGET = "jaxinfer_quantized_matmul_v4"
+_TARGET = "jaxinfer_quantized_matmul_v5"
 # Those that multiply weights in blocks of rows, and of them those that do it faster.
 _BLOCK_SETS = {"amx", "avx512bf16", "avx512"}
 _BFLOAT16_SETS = {"amx", "avx512bf16"}
@@ -47,9 +56,9 @@ def supports(x: Array | jax.ShapeDtypeStruct, w: QTensor) -> None:
     """Refuses without the library, other layouts, and columns that do not fill vectors."""
     if reason := unavailable():
         raise NotImplementedError(reason)
-    if w.layout not in (LAYOUTS["cpu"], CPU_BLOCKS):
+    if w.layout not in (LAYOUTS["cpu"], CPU_BLOCKS, CPU_FIVE_BITS):
         raise NotImplementedError(f"the weight is laid out as {w.layout}: prepare(w, 'cpu') first")
-    if w.layout == CPU_BLOCKS and not _BLOCK_SETS & set(native.usable_instruction_sets()):
+    if w.layout.row_block > 1 and not _BLOCK_SETS & set(native.usable_instruction_sets()):
         raise NotImplementedError("weights in blocks of rows need AVX-512")
     if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         raise NotImplementedError(f"x is {x.dtype}: needs float32, bfloat16 or float16")
@@ -69,7 +78,16 @@ def best_layout(w: QTensor) -> Layout:
     num_rows, columns = w.shape
     fits = num_rows % CPU_BLOCKS.row_block == 0 and columns % 32 == 0 and w.code != "fp8"
     has_groups = w.group_size in GROUP_SIZES or w.group_size == columns
-    return CPU_BLOCKS if fits and has_groups and w.activations == "float" else rows
+    if not (fits and has_groups and w.activations == "float"):
+        return rows
+    return CPU_FIVE_BITS if w.fits_five_bits else CPU_BLOCKS
+
+
+def stored_code(w: QTensor) -> str:
+    """Returns the name by which handlers know a weight's codes."""
+    if not w.layout.five_bits:
+        return w.code
+    return "int5" if w.offset is None else "uint5"
 
 
 def matmul(
@@ -108,4 +126,4 @@ def _product(
     codebook = none if w.codebook is None else w.codebook
     row_block = np.int64(w.layout.row_block)
     operands = (x, w.qvalue, w.scale, offset, codebook, num_tokens)
-    return call(*operands, code=w.code, row_block=row_block)
+    return call(*operands, code=stored_code(w), row_block=row_block)

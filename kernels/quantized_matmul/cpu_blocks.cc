@@ -223,22 +223,31 @@ void multiply_blocks(const Product& p, const Bfloat16Tokens& tokens, int64_t fir
 
 #include "cpu_blocks_panel.h"
 
+// Calls one of three functions, made for each decoder, by a product's codes.
+template <class Function, class... Rest>
+void call_by_code(const Product& p, Function* of_nibbles, Function* of_five_bits,
+                  Function* of_bytes, const Rest&... rest) {
+  switch (p.code) {
+    case Code::kNibble: return of_nibbles(p, rest...);
+    case Code::kFiveBits: return of_five_bits(p, rest...);
+    default: return of_bytes(p, rest...);
+  }
+}
+
 void multiply(const Product& p, const Bfloat16Tokens& tokens, int64_t first_row,
               int64_t last_row) {
   if (p.has_many_tokens) {
-    return p.code == Code::kNibble ? multiply_panels<Nibbles>(p, tokens, first_row, last_row)
-                                   : multiply_panels<Bytes>(p, tokens, first_row, last_row);
+    return call_by_code(p, multiply_panels<Nibbles>, multiply_panels<FiveBits>,
+                        multiply_panels<Bytes>, tokens, first_row, last_row);
   }
-  if (p.code == Code::kNibble) return multiply_blocks<Nibbles>(p, tokens, first_row, last_row);
-  multiply_blocks<Bytes>(p, tokens, first_row, last_row);
+  call_by_code(p, multiply_blocks<Nibbles>, multiply_blocks<FiveBits>, multiply_blocks<Bytes>,
+               tokens, first_row, last_row);
 }
 
 void multiply_and_gate(const Product& p, const Bfloat16Tokens& tokens, Gate* gate,
                        int64_t first_row, int64_t last_row, const Bfloat16Tokens& to) {
-  if (p.code == Code::kNibble) {
-    return multiply_gated<Nibbles>(p, tokens, gate, first_row, last_row, to);
-  }
-  multiply_gated<Bytes>(p, tokens, gate, first_row, last_row, to);
+  call_by_code(p, multiply_gated<Nibbles>, multiply_gated<FiveBits>, multiply_gated<Bytes>, tokens,
+               gate, first_row, last_row, to);
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 // bfloat16 multiplies two, and no weight is scaled before; a scale for every 32 columns of a token
 // keeps what rounding costs small.
 
+#include "cpu_blocks_five_bits.h"
 #include "cpu_blocks_rounding.h"
 
 namespace {
@@ -40,6 +41,19 @@ struct Bytes {
       codes[j] = _mm512_xor_si512(_mm512_loadu_si512(at),
                                   _mm512_set1_epi8(static_cast<char>(0x80)));
     }
+  }
+};
+
+struct FiveBits {
+  static constexpr int kBytes = kFiveBitBytes;
+  template <bool kIsFirst>
+  static JAXINFER_INLINE void load(const uint8_t* from, __m512i* codes) {
+#pragma GCC unroll 5
+    for (int at = 0; kIsFirst && at < kBytes; at += 64) {
+      _mm_prefetch(reinterpret_cast<const char*>(from + at + 4096), _MM_HINT_T0);
+    }
+#pragma GCC unroll 8
+    for (int j = 0; j < kDwords; ++j) codes[j] = load_five_bits(from, j);
   }
 };
 
@@ -136,6 +150,7 @@ void multiply_blocks(const Product& p, const ByteTokens& tokens, int64_t first_r
 void multiply(const Product& p, const ByteTokens& tokens, int64_t first_row, int64_t last_row) {
   if (p.num_tokens == 0) return;
   if (p.code == Code::kNibble) return multiply_blocks<Nibbles>(p, tokens, first_row, last_row);
+  if (p.code == Code::kFiveBits) return multiply_blocks<FiveBits>(p, tokens, first_row, last_row);
   multiply_blocks<Bytes>(p, tokens, first_row, last_row);
 }
 

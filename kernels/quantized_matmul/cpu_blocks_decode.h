@@ -3,6 +3,7 @@
 
 #include <string.h>
 
+#include "cpu_blocks_five_bits.h"
 #include "cpu_blocks_scales.h"
 
 namespace {
@@ -61,18 +62,42 @@ struct Nibbles {
   const Table table;
 };
 
-// A code at the top of 32 bits is 2^24 times itself, of which only a float's upper half is used.
-struct Bytes {
+struct WholeBytes {
   static constexpr int kBytes = 512;
+  explicit WholeBytes(const Product&) {}
+  JAXINFER_INLINE __m512i load(const uint8_t* from, int j) const {
+    return load_words(from + 64 * j);
+  }
+};
+
+struct BytesOfFiveBits {
+  static constexpr int kBytes = kFiveBitBytes;
+  explicit BytesOfFiveBits(const Product& p)
+      : bias(_mm512_set1_epi8(static_cast<char>(p.code_bias))) {}
+  JAXINFER_INLINE __m512i load(const uint8_t* from, int j) const {
+    return _mm512_sub_epi8(load_five_bits(from, j), bias);
+  }
+
+  const __m512i bias;
+};
+
+// Codes that are numbers of a byte. At the top of 32 bits one is 2^24 times itself, of which only a
+// float's upper half is used.
+template <class Codes>
+struct Numbers {
+  static constexpr int kBytes = Codes::kBytes;
   static constexpr float kFactor = 0x1p-24f;
-  explicit Bytes(const Product&) {}
+  explicit Numbers(const Product& p) : codes_(p) {}
 
   JAXINFER_INLINE void decode(const uint8_t* from, uint16_t* tile) const {
     const __m512i top = _mm512_set1_epi32(-16777216);
 #pragma GCC unroll 8
+    for (int at = 0; at < kBytes; at += 64) {
+      _mm_prefetch(reinterpret_cast<const char*>(from + at + kPrefetchAhead), _MM_HINT_T0);
+    }
+#pragma GCC unroll 8
     for (int j = 0; j < 8; ++j) {
-      const __m512i codes = load_words(from + 64 * j);
-      _mm_prefetch(reinterpret_cast<const char*>(from + 64 * j + kPrefetchAhead), _MM_HINT_T0);
+      const __m512i codes = codes_.load(from, j);
       const __m512i second = _mm512_and_si512(_mm512_slli_epi32(codes, 8), top);
       const __m512i third = _mm512_and_si512(_mm512_slli_epi32(codes, 16), top);
       _mm512_store_si512(tile + 64 * j, pair(_mm512_slli_epi32(codes, 24), second));
@@ -86,6 +111,11 @@ struct Bytes {
     const __m512i high = _mm512_castps_si512(_mm512_cvtepi32_ps(odd));
     return _mm512_or_si512(_mm512_srli_epi32(low, 16), high);
   }
+
+  const Codes codes_;
 };
+
+using Bytes = Numbers<WholeBytes>;
+using FiveBits = Numbers<BytesOfFiveBits>;
 
 }  // namespace

@@ -2,6 +2,7 @@
 // float32 as the reference does it. A result's columns are added up in four sums, in order,
 // whatever the other tokens are.
 
+#include "cpu_blocks_five_bits.h"
 #include "cpu_blocks_scales.h"
 
 namespace {
@@ -46,9 +47,13 @@ class Block {
     const int shift = 8 * kMiddlesExchanged[i] + 4 * half;
     return _mm512_permutexvar_ps(_mm512_srli_epi32(load(chunk * 256 + 64 * j), shift), table_);
   }
+  JAXINFER_INLINE __m512i bytes(int64_t chunk, int j) const {
+    if (p_.code != Code::kFiveBits) return load(chunk * 512 + 64 * j);
+    return _mm512_sub_epi8(load_five_bits(codes_ + chunk * kFiveBitBytes, j),
+                           _mm512_set1_epi8(static_cast<char>(p_.code_bias)));
+  }
   JAXINFER_INLINE __m512 byte(int64_t chunk, int j, int i) const {
-    const __m512i last = _mm512_slli_epi32(load(chunk * 512 + 64 * j),
-                                           24 - 8 * kMiddlesExchanged[i]);
+    const __m512i last = _mm512_slli_epi32(bytes(chunk, j), 24 - 8 * kMiddlesExchanged[i]);
     return _mm512_cvtepi32_ps(_mm512_srai_epi32(last, 24));
   }
 

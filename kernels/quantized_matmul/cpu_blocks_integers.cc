@@ -2,6 +2,7 @@
 // the bytes they are: two instructions decode 128 of them, where bfloat16 takes seven. Tokens are
 // integers of fifteen bits in two bytes, with a scale for every 32 columns: bfloat16 keeps eight.
 
+#include "cpu_blocks_five_bits.h"
 #include "cpu_blocks_rounding.h"
 
 namespace {
@@ -67,6 +68,26 @@ struct Bytes {
 #pragma GCC unroll 8
     for (int j = 0; j < 2 * kDwords; ++j) {
       const __m512i codes = load(from + 64 * j);
+#pragma GCC unroll 4
+      for (int t = 0; t < kTokens; ++t) sums[t][j / kDwords].add(codes, *x[t], j);
+    }
+  }
+};
+
+struct FiveBits {
+  static constexpr int kBytes = kFiveBitBytes;
+  static constexpr int kSecondShift = 0;
+
+  template <int kTokens>
+  static JAXINFER_INLINE void add(const uint8_t* from, const IntegerChunk* const* x,
+                                  Sums (*sums)[2]) {
+#pragma GCC unroll 5
+    for (int at = 0; at < kBytes; at += 64) {
+      _mm_prefetch(reinterpret_cast<const char*>(from + at + 4096), _MM_HINT_T0);
+    }
+#pragma GCC unroll 8
+    for (int j = 0; j < 2 * kDwords; ++j) {
+      const __m512i codes = load_five_bits(from, j);
 #pragma GCC unroll 4
       for (int t = 0; t < kTokens; ++t) sums[t][j / kDwords].add(codes, *x[t], j);
     }
@@ -235,6 +256,7 @@ void pack(const float* token, int64_t size, IntegerChunk* chunks) {
 void multiply(const Product& p, const IntegerTokens& tokens, int64_t first_row,
               int64_t last_row) {
   if (p.code == Code::kNibble) return multiply_tokens<Nibbles>(p, tokens, first_row, last_row);
+  if (p.code == Code::kFiveBits) return multiply_tokens<FiveBits>(p, tokens, first_row, last_row);
   multiply_tokens<Bytes>(p, tokens, first_row, last_row);
 }
 

@@ -26,6 +26,11 @@ inline bool set_code(std::string_view name, xla::ffi::DataType dtype, bool has_c
     p.code_bias = name == "int8" ? 128 : -1;  // its sign's bit turned over
     return dtype == (name == "int8" ? xla::ffi::S8 : xla::ffi::F8E4M3FN) && !has_codebook;
   }
+  if (name == "int5" || name == "uint5") {
+    p.code = Code::kFiveBits;
+    p.code_bias = name == "int5" ? 16 : 0;
+    return dtype == xla::ffi::U8 && !has_codebook;
+  }
   if (name != "int4" && name != "uint4") return false;
   p.code = Code::kNibble;
   p.code_bias = has_codebook ? -1 : name == "int4" ? 8 : 0;
@@ -56,12 +61,13 @@ inline std::string describe_weights(const xla::ffi::AnyBuffer& codes,
   }
   p.num_columns = num_columns;
   const bool is_4bit = p.code == Code::kNibble;
-  const int64_t multiple = is_4bit ? 32 : 16;
+  const bool is_5bit = p.code == Code::kFiveBits;
+  const int64_t multiple = is_4bit || is_5bit ? 32 : 16;
   if (p.num_columns == 0 || p.num_columns % multiple != 0) {
     return "x has " + std::to_string(p.num_columns) + " columns: needs a multiple of " +
            std::to_string(multiple);
   }
-  p.row_bytes = is_4bit ? p.num_columns / 2 : p.num_columns;
+  p.row_bytes = p.num_columns / 8 * (is_4bit ? 4 : is_5bit ? 5 : 8);
   p.num_rows = codes.dimensions().size() == 2 ? codes.dimensions()[0] : 0;
   if (!is_matrix(codes, p.num_rows, p.row_bytes)) {
     return "codes " + describe(codes) + " do not fit " + std::to_string(num_columns) + " columns";
@@ -80,6 +86,7 @@ inline std::string describe_weights(const xla::ffi::AnyBuffer& codes,
                              !set_float_type(offset.element_type(), p.offset_type))) {
     return "offset " + describe(offset) + " does not fit scale " + describe(scale);
   }
+  if (is_5bit && row_block == 1) return "codes of 5 bits have to be in blocks";
   if (row_block != 1) {
     const bool is_possible = row_block == kBlockRows && p.code != Code::kFp8 &&
                              p.num_rows % kBlockRows == 0 && num_columns % 32 == 0 &&

@@ -9,20 +9,20 @@ namespace jaxinfer {
 // Of so many tokens in a program, weights are scaled and rounded for all of them at once.
 constexpr int64_t kManyTokens = 32;
 
-enum class Code { kInt8, kFp8, kNibble };
+enum class Code { kInt8, kFp8, kNibble, kFiveBits };  // five bits: only in blocks
 enum class FloatType { kFloat16, kBfloat16, kFloat32 };
 
 // out[t, o] = sum over i of x[t, i] * w[o, i], everything in row-major order.
 struct Product {
   const float* x;           // [num_tokens, num_columns]
-  const uint8_t* codes;     // [num_rows, row_bytes]; 32 columns of 4-bit codes take 16 bytes
+  const uint8_t* codes;     // [num_rows, row_bytes]; 32 columns of 4 bits take 16 bytes, of 5 bits 20
   const void* scale;        // [num_rows, num_groups] of scale_type
   const void* offset;       // the same of offset_type, or null
   float table[16];          // what a 4-bit code stands for, before scale and offset
   float* out;               // [num_tokens, num_rows]
   int64_t num_tokens;
   int64_t num_rows;
-  int64_t num_columns;      // a multiple of 16; of 32 where codes have 4 bits
+  int64_t num_columns;      // a multiple of 16; of 32 where codes have 4 or 5 bits
   int64_t num_groups;
   int64_t group_size;       // a multiple of 16; where codes have 4 bits, 16 or a multiple of 32
   int64_t row_bytes;

@@ -11,8 +11,8 @@ from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
-from jax.sharding import PartitionSpec
 from jaxtyping import Float, Float32, Int32, UInt8
 
 from kernels.quantized_matmul import row_blocks
@@ -52,12 +52,15 @@ class Layout:
       row_block: rows whose arrays are interleaved, in arrays of the same shape: of a block first
         four bytes of each row's codes, second and third exchanged, then the next four of each; of
         scale and offset each group's of all rows. For C++ kernels: see cpu_blocks.h.
+      five_bits: codes of a weight that `fits_five_bits` take so many, uint8 `[O, I * 5 / 8]`; only
+        in blocks of rows: see cpu_blocks_five_bits.h.
     """
 
     nibble_chunk: int = 2
     native_int4: bool = False
     groups_first: bool = False
     row_block: int = 1
+    five_bits: bool = False
 
 
 CANONICAL = Layout()
@@ -68,6 +71,7 @@ LAYOUTS = {
 }
 CPU_BLOCKS = Layout(nibble_chunk=32, row_block=16)
 """Where a CPU multiplies bfloat16 numbers: see `cpu.best_layout`."""
+CPU_FIVE_BITS = dataclasses.replace(CPU_BLOCKS, five_bits=True)
 
 
 @dataclass(frozen=True)
@@ -144,6 +148,7 @@ class QTensor:
       codebook: float32 `[16]` or None.
       perm: int32 `[I]` or None: column i multiplies `x[:, perm[i]]` (act-order checkpoints).
       code, group_size, activations: see QFormat; group_size is never None here.
+      fits_five_bits: int8 codes are known to lie in -16..15, or with an offset in 0..31.
       layout: where the codes are.
     """
 
@@ -155,20 +160,24 @@ class QTensor:
     code: Code = field(default="int8", metadata={"static": True})
     group_size: int = field(default=0, metadata={"static": True})
     activations: Activations = field(default="float", metadata={"static": True})
+    fits_five_bits: bool = field(default=False, metadata={"static": True})
     layout: Layout = field(default=CANONICAL, metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, int]:
         """The logical shape (O, I)."""
         rows, columns = self.qvalue.shape
+        if self.layout.five_bits:
+            return rows, columns * 8 // 5
         return rows, columns * (2 if self.qvalue.dtype == jnp.uint8 else 1)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes its arrays take; 4-bit codes count half a byte."""
+        """Bytes its arrays take; 4-bit codes count half a byte, also where they take more."""
         rows, columns = self.shape
         others = (self.scale, self.offset, self.codebook, self.perm)
-        code_bytes = rows * columns // (2 if self.is_4bit else 1)
+        code_bits = 4 if self.is_4bit else 5 if self.layout.five_bits else 8
+        code_bytes = rows * columns * code_bits // 8
         return code_bytes + sum(a.size * a.dtype.itemsize for a in others if a is not None)
 
     @property
@@ -252,7 +261,7 @@ def prepare(w: QTensor, layout: Layout | str) -> QTensor:
     if w.layout.row_block > 1:
         return prepare(_without_blocks(w), layout)
     if layout.row_block > 1:
-        return _in_blocks(prepare(w, dataclasses.replace(layout, row_block=1)), layout)
+        return _in_blocks(prepare(w, _rows_of(layout)), layout)
     if w.is_4bit and w.shape[1] % layout.nibble_chunk:
         raise ValueError(
             f"a weight {w.shape} of 4-bit codes has no layout in chunks of {layout.nibble_chunk} "
@@ -305,10 +314,15 @@ def _in_blocks(w: QTensor, layout: Layout) -> QTensor:
             f"a weight {w.shape} of {w.code} codes has no layout in blocks of {layout.row_block} "
             f"rows: needs whole blocks, {row_blocks.COLUMNS} columns or multiples, and integers"
         )
+    if layout.five_bits and not w.fits_five_bits:
+        raise ValueError(f"a weight of {w.code} codes that need not fit five bits")
     offset = None if w.offset is None else row_blocks.interleave_groups(w.offset, layout.row_block)
+    qvalue = row_blocks.interleave_codes(w.qvalue, layout.row_block)
+    if layout.five_bits:
+        qvalue = row_blocks.pack_five_bits(qvalue + _five_bit_bias(w))
     return dataclasses.replace(
         w,
-        qvalue=row_blocks.interleave_codes(w.qvalue, layout.row_block),
+        qvalue=qvalue,
         scale=row_blocks.interleave_groups(w.scale, layout.row_block),
         offset=offset,
         layout=layout,
@@ -324,13 +338,28 @@ def _without_blocks(w: QTensor) -> QTensor:
 def _rows_of_blocks(w: QTensor, rows: Int32[Array, " T"]) -> QTensor:
     """Returns some rows of a weight in blocks, as a weight that is not."""
     size = w.layout.row_block
+    if w.layout.five_bits:
+        numbers = row_blocks.take_five_bits(w.qvalue, rows, size)
+        qvalue = numbers.astype(jnp.int8) - _five_bit_bias(w)
+    else:
+        qvalue = row_blocks.take_codes(w.qvalue, rows, size)
     return dataclasses.replace(
         w,
-        qvalue=row_blocks.take_codes(w.qvalue, rows, size),
+        qvalue=qvalue,
         scale=row_blocks.take_groups(w.scale, rows, size),
         offset=None if w.offset is None else row_blocks.take_groups(w.offset, rows, size),
-        layout=dataclasses.replace(w.layout, row_block=1),
+        layout=_rows_of(w.layout),
     )
+
+
+def _rows_of(layout: Layout) -> Layout:
+    """Returns a layout in blocks without them."""
+    return dataclasses.replace(layout, row_block=1, five_bits=False)
+
+
+def _five_bit_bias(w: QTensor) -> np.int8:
+    """What makes codes of five bits numbers from 0 on."""
+    return np.int8(16 if w.offset is None else 0)
 
 
 def _nibbles_of(layout: Layout) -> tuple[int, bool]:
@@ -353,39 +382,3 @@ def divide_groups(values: Array, scale: Array) -> Float32[Array, "..."]:
     """Returns `values / scale[..., None]`, zero where the scale is zero."""
     scale = scale.astype(jnp.float32)[..., None]
     return jnp.where(scale == 0, 0.0, values / jnp.where(scale == 0, 1.0, scale))
-
-
-def partition_specs(
-    w: QTensor, split: Literal["column", "row"] | None, axis: str | None
-) -> QTensor:
-    """Returns w with each array replaced by its PartitionSpec.
-
-    Args:
-      w: a weight; `jax.ShapeDtypeStruct` leaves are enough.
-      split: "column" divides O over the mesh axis, "row" divides I, None copies everything.
-      axis: the mesh axis.
-
-    Raises:
-      ValueError: `row` with permuted columns, whose order belongs to the whole row.
-    """
-    if split == "row" and w.perm is not None:
-        raise ValueError("a weight with permuted columns cannot be split along I")
-    rows = axis if split == "column" else None
-    columns = axis if split == "row" else None
-    groups = columns if w.group_size != w.shape[1] else None
-    group_spec = (
-        PartitionSpec(groups, rows) if w.layout.groups_first else PartitionSpec(rows, groups)
-    )
-    return dataclasses.replace(
-        w,
-        qvalue=PartitionSpec(rows, columns),
-        scale=group_spec,
-        offset=None if w.offset is None else group_spec,
-        codebook=None if w.codebook is None else PartitionSpec(),
-        perm=None if w.perm is None else PartitionSpec(),
-    )
-
-
-def local_part(w: QTensor) -> QTensor:
-    """Returns a device's part of a split weight as a QTensor of its own (inside `shard_map`)."""
-    return dataclasses.replace(w, group_size=min(w.group_size, w.shape[1]))

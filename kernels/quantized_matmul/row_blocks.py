@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any, TypeAlias
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jaxtyping import Int
 
@@ -17,6 +18,7 @@ COLUMNS = 32
 """Rows are whole chunks of so many columns."""
 
 _MIDDLES_EXCHANGED = (0, 2, 1, 3)
+_REGISTER_BYTES = 64  # four codes of each of sixteen rows
 
 
 def interleave_codes(codes: Leaf, block: int) -> Leaf:
@@ -28,6 +30,29 @@ def interleave_codes(codes: Leaf, block: int) -> Leaf:
 def interleave_groups(groups: Leaf, block: int) -> Leaf:
     """Returns scales or offsets `[O, groups]`: of each block a group's of every row."""
     return groups.reshape(-1, block, groups.shape[1]).swapaxes(1, 2).reshape(groups.shape)
+
+
+def pack_five_bits(codes: Leaf) -> Leaf:
+    """Packs interleaved codes 0..31 `[O, I]`: see cpu_blocks_five_bits.h; `[O, I * 5 / 8]`."""
+    registers = codes.astype("uint8").reshape(-1, 8, _REGISTER_BYTES)
+    halves = registers[:, :4] & 15 | registers[:, 4:] << 4
+    fifths = registers[:, 0] >> 4
+    for j in range(1, 8):
+        fifths = fifths | registers[:, j] >> 4 << j
+    chunks = [halves.reshape(len(registers), -1), fifths]
+    package = np if isinstance(codes, np.ndarray) else jnp
+    return package.concatenate(chunks, axis=1).reshape(len(codes), -1)
+
+
+def take_five_bits(packed: Leaf, rows: Int[Array, " T"], block: int) -> Array:
+    """Returns rows of packed codes of five bits as numbers 0..31 `[T, I]`; they must exist."""
+    width = packed.shape[1] // 20  # chunks of COLUMNS
+    blocks = jnp.asarray(packed).reshape(-1, width, 5, block, 4)
+    of_rows = blocks[rows // block, :, :, rows % block]  # [T, chunks, 5, 4]
+    halves, fifths = of_rows[:, :, :4], of_rows[:, :, 4:]
+    low = jnp.concatenate([halves & 15, halves >> 4], axis=2)
+    fifth = fifths >> jnp.arange(8, dtype=jnp.uint8)[None, None, :, None] & 1
+    return (low | fifth << 4)[..., _MIDDLES_EXCHANGED].reshape(len(rows), -1)
 
 
 def take_codes(codes: Leaf, rows: Int[Array, " T"], block: int) -> Array:

@@ -68,6 +68,10 @@ def test_fields(name):
     assert (found.codebook is not None) == (name == "MXFP4")
     assert found.scale.shape == (4, found.shape[1] // group_size)
     assert found.qvalue.dtype == (np.int8 if code == "int8" else np.uint8)
+    least = -16 if found.offset is None else 0
+    fits = code == "int8" and least <= found.qvalue.min() and found.qvalue.max() < least + 32
+    assert found.fits_five_bits == (name in ("Q5_0", "Q5_1", "Q5_K"))
+    assert fits or not found.fits_five_bits
     assert_same_format(abstract_blocks(found.shape, kind), found)
     # XLA on CPU adopts aligned arrays without a copy.
     assert (found.qvalue.ctypes.data % 64, found.scale.ctypes.data % 64) == (0, 0)

@@ -61,7 +61,9 @@ double fp8_value(int code) {
 }
 
 double code_value(const Call& call, int64_t row, int64_t column) {
-  const uint8_t* codes = call.codes.data() + row * call.p.row_bytes;
+  const int64_t row_bytes = static_cast<int64_t>(call.codes.size()) / call.p.num_rows;
+  const uint8_t* codes = call.codes.data() + row * row_bytes;
+  if (call.p.code == Code::kFiveBits) return codes[column] - call.p.code_bias;
   if (call.p.code == Code::kInt8) return static_cast<int8_t>(codes[column]);
   if (call.p.code == Code::kFp8) return fp8_value(codes[column]);
   const uint8_t byte = codes[column / 32 * 16 + column % 16];
@@ -89,14 +91,33 @@ std::vector<Element> in_blocks(const std::vector<Element>& from, int64_t num_row
   return to;
 }
 
+// Of every 512 bytes of codes, eight registers, low halves of both of four pairs of registers, then
+// a fifth bit of each register in every byte.
+std::vector<uint8_t> in_five_bits(const std::vector<uint8_t>& from) {
+  std::vector<uint8_t> to;
+  for (size_t chunk = 0; chunk < from.size(); chunk += 512) {
+    for (size_t i = 0; i < 256; ++i) {
+      to.push_back(static_cast<uint8_t>((from[chunk + i] & 15) | from[chunk + 256 + i] << 4));
+    }
+    for (size_t i = 0; i < 64; ++i) {
+      int bits = 0;
+      for (size_t j = 0; j < 8; ++j) bits |= from[chunk + 64 * j + i] >> 4 << j;
+      to.push_back(static_cast<uint8_t>(bits));
+    }
+  }
+  to.shrink_to_fit();
+  return to;
+}
+
 // Makes what it says in `call.p` and `call.rounding` of the sizes there.
 void fill(Random& random, bool has_offset, Call& call) {
   Product& p = call.p;
   call.x.resize(static_cast<size_t>(p.num_tokens * p.num_columns));
   for (float& value : call.x) value = call.rounding ? simple(random) : random.uniform();
-  call.codes.resize(static_cast<size_t>(p.num_rows * p.row_bytes));
+  const bool is_5bit = p.code == Code::kFiveBits;
+  call.codes.resize(static_cast<size_t>(p.num_rows * (is_5bit ? p.num_columns : p.row_bytes)));
   for (uint8_t& byte : call.codes) {
-    byte = static_cast<uint8_t>(random.below(256));
+    byte = static_cast<uint8_t>(random.below(is_5bit ? 32 : 256));
     if (p.code == Code::kFp8 && (byte & 127) == 127) byte = 1;  // NaN has a test in Python
   }
   call.scale.resize(static_cast<size_t>(p.num_rows * p.num_groups));
@@ -104,6 +125,7 @@ void fill(Random& random, bool has_offset, Call& call) {
   for (float& value : call.scale) value = simple(random);
   for (float& value : call.offset) value = has_offset ? simple(random) : 0.0f;
   call.stored_codes = p.in_blocks ? in_blocks(call.codes, p.num_rows, 4) : call.codes;
+  if (is_5bit) call.stored_codes = in_five_bits(call.stored_codes);
   const auto lay_out = [&p](const std::vector<float>& values, FloatType type) {
     return stored(p.in_blocks ? in_blocks(values, p.num_rows, 1) : values, type);
   };
@@ -129,8 +151,9 @@ void round_tokens(Call& call) {
 
 void make(Random& random, const Multipliers& multipliers, int most_rows, Call& call) {
   Product& p = call.p;
-  p.code = static_cast<Code>(random.below(3));
-  p.in_blocks = multipliers.blocks && p.code != Code::kFp8 && random.below(4);
+  p.code = static_cast<Code>(random.below(multipliers.blocks ? 4 : 3));
+  const bool is_5bit = p.code == Code::kFiveBits;
+  p.in_blocks = is_5bit || (multipliers.blocks && p.code != Code::kFp8 && random.below(4));
   p.scale_type = static_cast<FloatType>(random.below(3));
   p.offset_type = static_cast<FloatType>(random.below(3));
   const int groups[] = {16, 32, 64, 128, 0};
@@ -141,19 +164,20 @@ void make(Random& random, const Multipliers& multipliers, int most_rows, Call& c
   p.num_columns = static_cast<int64_t>(step) * (1 + random.below(most_steps));
   p.group_size = group ? group : p.num_columns;
   p.num_groups = p.num_columns / p.group_size;
-  p.row_bytes = p.code == Code::kNibble ? p.num_columns / 2 : p.num_columns;
+  p.row_bytes = p.num_columns / 8 * (p.code == Code::kNibble ? 4 : is_5bit ? 5 : 8);
   p.num_rows = 1 + random.below(most_rows);
   if (p.in_blocks) p.num_rows = (p.num_rows + kBlockRows - 1) / kBlockRows * kBlockRows;
   p.num_tokens = 1 + random.below(random.below(3) ? 9 : 130);
   const bool has_offset = p.code != Code::kFp8 && random.below(2);
-  p.code_bias = p.code == Code::kInt8 ? 128 : -1;
+  p.code_bias = p.code == Code::kInt8 ? 128 : is_5bit ? 16 * random.below(2) : -1;
   for (float& value : p.table) value = simple(random);
   if (p.code == Code::kNibble && random.below(2)) {
     p.code_bias = 8 * random.below(2);
     for (int i = 0; i < 16; ++i) p.table[i] = static_cast<float>(i - p.code_bias);
   }
   if (p.in_blocks && random.below(4)) {
-    call.rounding = multipliers.rounding_of(p.num_tokens, p.code_bias >= 0);
+    // Codes that are integers may meet bfloat16 numbers, too.
+    call.rounding = multipliers.rounding_of(p.num_tokens, p.code_bias >= 0 && random.below(2));
   }
   p.has_many_tokens = p.num_tokens >= kManyTokens || random.below(4) == 0;
   fill(random, has_offset, call);

@@ -54,15 +54,16 @@ struct Stack {
 Product make_product(Random& random, bool may_have_blocks, int64_t rows, int64_t columns,
                      Memory& memory) {
   Product p{};
-  p.code = random.below(2) ? Code::kInt8 : Code::kNibble;
   p.in_blocks = may_have_blocks && rows % kBlockRows == 0 && random.below(4);
+  const Code codes[] = {Code::kInt8, Code::kNibble, Code::kFiveBits};
+  p.code = codes[random.below(p.in_blocks ? 3 : 2)];
   p.num_rows = rows, p.num_columns = columns;
   p.group_size = random.below(2) ? 32 : columns;
   p.num_groups = columns / p.group_size;
-  p.row_bytes = p.code == Code::kInt8 ? columns : columns / 2;
+  p.row_bytes = columns / 8 * (p.code == Code::kInt8 ? 8 : p.code == Code::kNibble ? 4 : 5);
   p.scale_type = p.offset_type = FloatType::kFloat32;
   for (int i = 0; i < 16; ++i) p.table[i] = static_cast<float>(i - 8);
-  p.code_bias = p.code == Code::kInt8 ? 128 : 8;
+  p.code_bias = p.code == Code::kInt8 ? 128 : p.code == Code::kNibble ? 8 : 16;
   p.codes = memory.random_bytes(random, rows * p.row_bytes);
   p.scale = memory.random_floats(random, rows * p.num_groups, 0.01f);
   if (random.below(2)) p.offset = memory.random_floats(random, rows * p.num_groups, 0.1f);

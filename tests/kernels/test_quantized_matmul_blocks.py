@@ -8,11 +8,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from native_matmul_cases import FORMATS, product, random_weight, random_x, weight_by_hand
+from native_matmul_cases import (
+    FIVE_BITS,
+    FORMATS,
+    product,
+    random_five_bits,
+    random_weight,
+    random_x,
+    weight_by_hand,
+)
 
 from kernels import native
 from kernels.quantized_matmul import LAYOUTS, QTensor, cpu, dequantize, prepare, reference
-from kernels.quantized_matmul.format import CPU_BLOCKS, take_rows
+from kernels.quantized_matmul.format import CPU_BLOCKS, CPU_FIVE_BITS, take_rows
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -26,6 +34,9 @@ needs_avx512 = pytest.mark.skipif(not EXACT_SETS, reason="this machine has no AV
 
 def in_blocks(name: str, rows: int, columns: int) -> tuple[QTensor, QTensor]:
     """Returns a weight as readers lay it out, and in blocks."""
+    if name in FIVE_BITS:
+        w = random_five_bits(FIVE_BITS[name], rows, columns)
+        return w, prepare(w, CPU_FIVE_BITS)
     w = random_weight(FORMATS[name], rows, columns)
     return w, prepare(w, CPU_BLOCKS)
 
@@ -49,14 +60,35 @@ def test_the_layout_says_where_everything_is(name):
         assert scales[16 + 1] == np.float32(w.scale[17, 1])
 
 
-def test_numpy_stays_numpy():
-    w = random_weight(FORMATS["uint4-g128"], 32, 128)
+@pytest.mark.parametrize("name", FIVE_BITS)
+def test_five_bits_are_where_the_layout_says(name):
+    w, blocked = in_blocks(name, 48, 128)
+    assert blocked.qvalue.shape == (48, 80)
+    assert blocked.qvalue.dtype == np.uint8
+    assert (blocked.shape, w.num_bytes - blocked.num_bytes) == (w.shape, 48 * 128 * 3 // 8)
+    np.testing.assert_array_equal(dequantize(blocked), weight_by_hand(w))
+    back = prepare(blocked, LAYOUTS["cpu"])
+    assert back.layout == w.layout
+    np.testing.assert_array_equal(back.qvalue, w.qvalue)
+    # Row 17's codes 37 and 53, of its second chunk: neighbours 16 apart share a byte.
+    chunk = np.asarray(blocked.qvalue).reshape(3, 4, 320)[1, 1]
+    codes = np.asarray(w.qvalue, np.int32)[17] + (0 if w.offset is not None else 16)
+    byte = 64 + 4 * 1 + 2  # register 1, row 1 of the block, column 1 of four: the middles exchanged
+    assert chunk[byte] == codes[37] % 16 + codes[53] % 16 * 16
+    assert [chunk[256 + 6] >> 1 & 1, chunk[256 + 6] >> 5 & 1] == [codes[37] // 16, codes[53] // 16]
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"), [("uint4-g128", CPU_BLOCKS), ("five-bits-offset", CPU_FIVE_BITS)]
+)
+def test_numpy_stays_numpy(name, layout):
+    w, _ = in_blocks(name, 32, 128)
     arrays = {name: np.asarray(getattr(w, name)) for name in ("qvalue", "scale", "offset")}
-    blocked = prepare(dataclasses.replace(w, **arrays), CPU_BLOCKS)
+    blocked = prepare(dataclasses.replace(w, **arrays), layout)
     assert all(type(getattr(blocked, name)) is np.ndarray for name in arrays)
 
 
-@pytest.mark.parametrize("name", ["int8-g16", "uint4-g16", "nf4"])
+@pytest.mark.parametrize("name", ["int8-g16", "uint4-g16", "nf4", *FIVE_BITS])
 def test_rows_are_taken(name):
     w, blocked = in_blocks(name, 64, 192)
     ids = jnp.asarray([5, 63, 0, 17, 17, 70, -2], jnp.int32)
@@ -75,6 +107,11 @@ def test_what_has_no_blocks_is_refused(name, rows, columns):
         assert cpu.best_layout(w) == LAYOUTS["cpu"]
 
 
+def test_codes_that_need_not_fit_five_bits_are_refused():
+    with pytest.raises(ValueError, match="int8 codes that need not fit five bits"):
+        prepare(random_weight(FORMATS["int8"], 32, 64), CPU_FIVE_BITS)
+
+
 @needs_avx512
 def test_a_machine_chooses_by_its_products(monkeypatch):
     w = random_weight(FORMATS["int4-g32"], 32, 64)
@@ -86,10 +123,11 @@ def test_a_machine_chooses_by_its_products(monkeypatch):
     if ROUNDING_SETS:
         monkeypatch.delenv("JAXINFER_CPU_ISA")
         assert cpu.best_layout(w) == CPU_BLOCKS
+        assert cpu.best_layout(in_blocks("five-bits", 32, 64)[0]) == CPU_FIVE_BITS
 
 
 @needs_avx512
-@pytest.mark.parametrize("name", BLOCK_FORMATS)
+@pytest.mark.parametrize("name", [*BLOCK_FORMATS, *FIVE_BITS])
 @pytest.mark.parametrize("instruction_set", EXACT_SETS)
 def test_float32_tokens_meet_exact_weights(instruction_set, name):
     w, blocked = in_blocks(name, 48, 256)
@@ -98,7 +136,7 @@ def test_float32_tokens_meet_exact_weights(instruction_set, name):
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 3, 4, 7, 16, 21, 32, 40, 77, 150])
-@pytest.mark.parametrize("name", BLOCK_FORMATS)
+@pytest.mark.parametrize("name", [*BLOCK_FORMATS, *FIVE_BITS])
 @pytest.mark.parametrize("instruction_set", ROUNDING_SETS)
 def test_bfloat16_tokens_match_the_reference(instruction_set, name, tokens):
     # 448 columns: groups of 128 are left out, as they do not divide it.
@@ -122,7 +160,7 @@ def test_bfloat16_tokens_match_the_reference(instruction_set, name, tokens):
     assert np.all(np.abs(given - wanted) <= bound + integers + offset_sums + 1e-5)
 
 
-@pytest.mark.parametrize("name", ["int8-offset", "int4-g16", "uint4-g128", "nf4"])
+@pytest.mark.parametrize("name", ["int8-offset", "int4-g16", "uint4-g128", "nf4", "five-bits"])
 @pytest.mark.parametrize("instruction_set", ROUNDING_SETS)
 def test_a_tokens_bits_do_not_depend_on_the_batch(instruction_set, name):
     _, blocked = in_blocks(name, 112, 384)

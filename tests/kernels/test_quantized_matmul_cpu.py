@@ -157,7 +157,7 @@ def test_other_layouts_and_ragged_columns_are_refused():
 def _call(x, w: QTensor, code=None, num_out=None, row_block=1, num_tokens=None) -> None:
     none = jnp.zeros((0,))
     out = jax.ShapeDtypeStruct((x.shape[0], num_out or w.qvalue.shape[0]), jnp.float32)
-    call = jax.ffi.ffi_call("jaxinfer_quantized_matmul_v4", out)
+    call = jax.ffi.ffi_call("jaxinfer_quantized_matmul_v5", out)
     offset = none if w.offset is None else w.offset
     codebook = none if w.codebook is None else w.codebook
     attributes = {"code": code or w.code, "row_block": np.int64(row_block)}

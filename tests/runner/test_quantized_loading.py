@@ -25,7 +25,8 @@ from jaxinfer.runner.loader import (
 )
 from jaxinfer.runner.placement import PendingParameter
 from kernels.quantized_matmul import LAYOUTS, QTensor, cpu, dequantize, prepare
-from kernels.quantized_matmul.format import NF4, Layout, local_part
+from kernels.quantized_matmul.format import NF4, Layout
+from kernels.quantized_matmul.partition import local_part
 
 CONFIG = hf_config("llama") | {
     "intermediate_size": 128,
@@ -222,16 +223,21 @@ def test_host_tensors_are_laid_out_as_the_native_kernel_reads_them():
             assert not isinstance(leaf, QTensor) or leaf.layout == cpu.best_layout(leaf)
 
 
-@pytest.mark.parametrize("make", [q4_1, q6_k])
-def test_codes_are_laid_out_for_this_cpu_a_few_rows_at_a_time(make, monkeypatch):
-    layout = dataclasses.replace(LAYOUTS["cpu"], row_block=16)
+@pytest.mark.parametrize(
+    ("make", "five_bits"), [(q4_1, False), (q6_k, False), (q6_k, True)], ids=["4", "8", "5"]
+)
+def test_codes_are_laid_out_for_this_cpu_a_few_rows_at_a_time(make, five_bits, monkeypatch):
+    layout = dataclasses.replace(LAYOUTS["cpu"], row_block=16, five_bits=five_bits)
     weight = make(tensor("w", (80, 64), "llama"))
+    if five_bits:
+        weight.qvalue[:] //= 2
     whole = QTensor(
         weight.qvalue,
         weight.scale,
         weight.offset,
         code=weight.code,
         group_size=weight.group_size,
+        fits_five_bits=five_bits,
         layout=LAYOUTS["cpu"],
     )
     expected = jax.tree.map(np.array, prepare(whole, layout))
