@@ -113,6 +113,19 @@ JAXINFER_INLINE float largest(Lanes lanes) {
 #endif
 }
 
+// Whether any lane of what a comparison gave is true.
+JAXINFER_INLINE bool any(Ints lanes) {
+#if defined(__AVX512F__)
+  return _mm512_test_epi32_mask((__m512i)lanes, (__m512i)lanes) != 0;
+#elif defined(__AVX2__)
+  return _mm256_movemask_ps((__m256)lanes) != 0;
+#else
+  int32_t all = 0;
+  for (int i = 0; i < kWidth; ++i) all |= lanes[i];
+  return all != 0;
+#endif
+}
+
 // Added, a float's last bit is 1: what remains below is rounded to nearest, ties to even.
 constexpr float kRounder = 12582912.0f;
 

@@ -7,17 +7,23 @@
 namespace {
 
 float largest_logit(const float* logits, int64_t count, int64_t* best) {
-  Lanes most = broadcast(-INFINITY);
+  // Several at once: one comparison would wait for the one before.
+  constexpr int kAtOnce = 4;
+  Lanes most[kAtOnce];
+  for (Lanes& lanes : most) lanes = broadcast(-INFINITY);
   int64_t i = 0;
-  for (; i + kWidth <= count; i += kWidth) most = larger(most, load(logits + i));
-  float top = largest(most);
+  for (; i + kAtOnce * kWidth <= count; i += kAtOnce * kWidth) {
+#pragma GCC unroll 4
+    for (int j = 0; j < kAtOnce; ++j) most[j] = larger(most[j], load(logits + i + j * kWidth));
+  }
+  float top = largest(larger(larger(most[0], most[1]), larger(most[2], most[3])));
   for (; i < count; ++i) top = top < logits[i] ? logits[i] : top;
   *best = -1;
-  for (i = 0; i + kWidth <= count; i += kWidth) {
-    const auto is_best = load(logits + i) == top;
-    bool any = false;
-    for (int lane = 0; lane < kWidth; ++lane) any |= is_best[lane] != 0;
-    if (any) break;
+  for (i = 0; i + kAtOnce * kWidth <= count; i += kAtOnce * kWidth) {
+    Ints is_best = {};
+#pragma GCC unroll 4
+    for (int j = 0; j < kAtOnce; ++j) is_best |= load(logits + i + j * kWidth) == top;
+    if (any(is_best)) break;
   }
   for (; i < count; ++i) {
     if (logits[i] != top) continue;
