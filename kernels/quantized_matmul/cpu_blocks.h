@@ -91,7 +91,8 @@ struct ByteLoops {
 };
 
 #if defined(__x86_64__)
-extern const IntegerLoops integer_loops_avx512vnni;
+// The same but for what they fetch ahead.
+extern const IntegerLoops integer_loops_avx512vnni, integer_loops_amx;
 extern const ByteLoops byte_loops_avx512vnni;
 extern const BlockLoops block_loops_avx512bf16;
 extern const BlockLoops block_loops_amx;

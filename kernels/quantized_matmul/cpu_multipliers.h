@@ -59,12 +59,12 @@ inline Multipliers multipliers_avx512() {
   return {multiply_rows_avx512, multiply_blocks_avx512, {}, 0};
 }
 inline Multipliers multipliers_avx512bf16() {
-  return {multiply_rows_avx512, multiply_blocks_avx512, 
+  return {multiply_rows_avx512, multiply_blocks_avx512,
           {&block_loops_avx512bf16, &integer_loops_avx512vnni, &byte_loops_avx512vnni}, 16};
 }
 inline Multipliers multipliers_amx() {
-  return {multiply_rows_avx512, multiply_blocks_avx512, 
-          {&block_loops_amx, &integer_loops_avx512vnni, nullptr}, 4};
+  return {multiply_rows_avx512, multiply_blocks_avx512,
+          {&block_loops_amx, &integer_loops_amx, nullptr}, 4};
 }
 #else
 // The compiler had none of it: no machine runs these sets, and no weights are in blocks.
