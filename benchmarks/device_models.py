@@ -255,14 +255,14 @@ class Session:
         `dispatch_us` is what the host needs for each; where that is the longer of the two, the
         device waited.
         """
-        self._pending.append(self.runner.dispatch(plan, wants_top=False))
+        self._pending.append(self.runner.dispatch(plan))
         jax.block_until_ready(self._pending[-1].output)
         totals, dispatches = [], []
         with compiling_nothing():
             for _ in range(_REPEATS):
                 begin = time.perf_counter()
                 for _ in range(self.sizes.steps):
-                    pending = self.runner.dispatch(plan, wants_top=False)
+                    pending = self.runner.dispatch(plan)
                 dispatches.append(time.perf_counter() - begin)
                 jax.block_until_ready(pending.output)
                 totals.append(time.perf_counter() - begin)
@@ -315,7 +315,7 @@ class Session:
     def _step(self) -> float:
         """Steps as the engine does; returns the seconds in which the host did not only wait."""
         begin = time.perf_counter()
-        self._pending.append(self.runner.dispatch(self._plan(), wants_top=False))
+        self._pending.append(self.runner.dispatch(self._plan()))
         seconds = time.perf_counter() - begin
         return seconds + (self._finish() if len(self._pending) > PIPELINE_DEPTH else 0.0)
 
@@ -324,12 +324,8 @@ class Session:
         pending = self._pending.popleft()
         jax.block_until_ready(pending.output)
         begin = time.perf_counter()
-        results = self.runner.collect(pending, lambda _: (-1, -1))
-        sampled = {
-            row.sequence.seq_id: result.token_ids
-            for row, result in zip(pending.plan.rows, results, strict=True)
-        }
-        self.scheduler.update(pending.plan, sampled)
+        results = self.runner.collect(pending)
+        self.scheduler.update(pending.plan, results)
         if not all(result.finite for result in results):
             raise RuntimeError("the model's output is not finite")
         return time.perf_counter() - begin

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from jaxinfer.scheduler.limits import SchedulerLimits
 from jaxinfer.scheduler.page_tables import GroupSpec, PageTables
-from jaxinfer.scheduler.plan import StepPlan
+from jaxinfer.scheduler.plan import RowResult, StepPlan
 from jaxinfer.scheduler.prefix_cache import PrefixCache
 from jaxinfer.scheduler.scheduler import Scheduler
 from jaxinfer.scheduler.sequence import Sequence, StopRule
@@ -87,9 +87,9 @@ def make_scheduler(num_rows: int, num_pages: int) -> Scheduler:
     return Scheduler(limits, tables, PrefixCache(tables))
 
 
-def sample(plan: StepPlan) -> dict[str, list[int]]:
+def sample(plan: StepPlan) -> list[RowResult]:
     """One token for each row that samples."""
-    return {row.sequence.seq_id: [7] * row.num_sampled for row in plan.rows if row.samples}
+    return [RowResult([7] * row.num_sampled) for row in plan.rows]
 
 
 def run(num_requests: int, num_rows: int, num_steps: int, seed: int) -> Measured:

@@ -15,9 +15,8 @@ from jaxinfer.outputs import FinishReason, OutputDelta
 from jaxinfer.pipeline import FailedStep, FinishedStep, Pipeline
 from jaxinfer.request import Completion, EngineRequest, QueueFullError
 from jaxinfer.runner.model_runner import ModelRunner
-from jaxinfer.runner.output_reader import RowResult
 from jaxinfer.sampling_params import InvalidParameter
-from jaxinfer.scheduler.plan import PlannedRow, StepPlan
+from jaxinfer.scheduler.plan import PlannedRow, RowResult, StepPlan
 from jaxinfer.scheduler.scheduler import Scheduler
 from jaxinfer.scheduler.sequence import Sequence
 from jaxinfer.stats import EngineStats
@@ -178,7 +177,7 @@ class Engine:
         if not self._pipeline or (self._is_filling and len(self._pipeline) <= depth):
             return
         with self.runner.watch.step():
-            step = self._pipeline.collect(self._num_logprobs)
+            step = self._pipeline.collect()
             if isinstance(step, FailedStep):
                 self._recover(step)
             else:
@@ -187,24 +186,16 @@ class Engine:
     def _take(self, step: FinishedStep) -> None:
         """Takes what a step sampled, and starts the step whose masks have waited for that."""
         now = time.monotonic()
-        by_id = {
-            row.sequence.seq_id: result
-            for row, result in zip(step.plan.rows, step.results, strict=True)
-        }
-        updates = self.scheduler.update(
-            step.plan,
-            {seq_id: result.token_ids for seq_id, result in by_id.items()},
-            {seq_id for seq_id, result in by_id.items() if not result.finite},
-        )
-        ended = self._masks.advance(updates)
+        results = self.scheduler.update(step.plan, step.results)
+        ended = self._masks.advance(results)
         for sequence in ended.complete:
             self.scheduler.finish(sequence, "stop")
             sequence.finish_reason = "stop"  # even if its length would have ended it here
-        failed = {sequence.seq_id for sequence, _ in ended.failed}
+        failed = {sequence for sequence, _ in ended.failed}
         self._unread += [
-            (update.planned, by_id[update.sequence.seq_id], update.sequence.finish_reason, now)
-            for update in updates
-            if update.sequence.seq_id not in failed
+            (row, result, row.sequence.finish_reason, now)
+            for row, result in results
+            if row.sequence not in failed
         ]
         self._end_failed(ended.failed)
         held = self._pipeline.take_held()
@@ -294,9 +285,8 @@ class Engine:
             masks = self.runner.masks(plan)
             # Those that fail stay in the step: what it samples of them is dropped.
             self._end_failed(self._masks.fill(plan, masks))
-        wants_top = any(max(counts) > 0 for counts in set(map(self._num_logprobs, plan.rows)))
         self._totals.steps += 1
-        self._pipeline.dispatch(plan, wants_top, masks)
+        self._pipeline.dispatch(plan, masks)
 
     def _recover(self, step: FailedStep) -> None:
         """Starts over after a step that failed: the device state it was given is gone."""
@@ -331,11 +321,6 @@ class Engine:
             self._deltas.append(completion.ended("error", message, param))
             self._forget(sequence, "error")
 
-    def _num_logprobs(self, row: PlannedRow) -> tuple[int, int]:
-        """See `Completion`."""
-        completion = self._completions.get(row.sequence.seq_id)
-        return (-1, -1) if completion is None else completion.num_logprobs
-
     def _row_delta(
         self,
         row: PlannedRow,
@@ -355,13 +340,12 @@ class Engine:
         elif not result.token_ids and finish_reason is None:
             return None
         else:
-            prompt_done = row.start + row.num_tokens >= sequence.prompt_len
-            if prompt_done and not completion.has_prompt:
+            if not completion.has_prompt and row.start + row.num_tokens >= sequence.prompt_len:
                 completion.has_prompt = True
                 completion.prompt_ended_at = now
                 self._totals.prompt_tokens += sequence.prompt_len
             delta = completion.delta(
-                result.token_ids, result.logprobs, finish_reason, sequence.stop_token, prompt_done
+                result.token_ids, result.logprobs, finish_reason, sequence.stop_token
             )
             if delta.finish_reason is not None:
                 delta.times = completion.times(now)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 from jaxinfer.runner.model_runner import ModelRunner, PendingStep
-from jaxinfer.runner.output_reader import RowResult
-from jaxinfer.scheduler.plan import PlannedRow, StepPlan
+from jaxinfer.scheduler.plan import RowResult, StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +54,10 @@ class Pipeline:
         """Whether the newest step could not be dispatched, so that no other can be."""
         return bool(self._steps) and isinstance(self._steps[-1], FailedStep)
 
-    def dispatch(self, plan: StepPlan, wants_top: bool, masks: np.ndarray | None) -> None:
+    def dispatch(self, plan: StepPlan, masks: np.ndarray | None) -> None:
         """Starts a step."""
         try:
-            self._steps.append(self._runner.dispatch(plan, wants_top, masks))
+            self._steps.append(self._runner.dispatch(plan, masks))
         except Exception as error:
             self.fail(plan, error)
 
@@ -78,15 +76,13 @@ class Pipeline:
         """Takes a step that cannot be started."""
         self._steps.append(FailedStep(plan, error))
 
-    def collect(
-        self, num_logprobs: Callable[[PlannedRow], tuple[int, int]]
-    ) -> FinishedStep | FailedStep:
+    def collect(self) -> FinishedStep | FailedStep:
         """Waits for the oldest step; none is left in flight after one that failed."""
         oldest = self._steps.popleft()
         assert not isinstance(oldest, HeldStep)
         if isinstance(oldest, PendingStep):
             try:
-                return FinishedStep(oldest.plan, self._runner.collect(oldest, num_logprobs))
+                return FinishedStep(oldest.plan, self._runner.collect(oldest))
             except Exception as error:
                 oldest = FailedStep(oldest.plan, error)
         lost = tuple(step.plan for step in self._steps)

@@ -107,13 +107,9 @@ class Completion:
     began_at: float | None = None  # monotonic seconds
     prompt_ended_at: float = 0.0
     reports_prompt: bool = field(init=False)
-    # Alternatives wanted for output and for prompt tokens; -1 for none and no value either.
-    num_logprobs: tuple[int, int] = field(init=False)
 
     def __post_init__(self) -> None:
-        output, prompt = self.params.logprobs, self.params.prompt_logprobs
-        self.reports_prompt = self.index == 0 and prompt is not None
-        self.num_logprobs = (-1 if output is None else output, -1 if prompt is None else prompt)
+        self.reports_prompt = self.index == 0 and self.params.prompt_logprobs is not None
 
     def delta(
         self,
@@ -121,7 +117,6 @@ class Completion:
         logprobs: list[TokenLogprob] | None,
         finish_reason: FinishReason | None,
         stop_token: int | None,
-        prompt_done: bool,
     ) -> OutputDelta:
         """Returns what these ids add; its `finish_reason` tells whether a stop string matched.
 
@@ -137,7 +132,7 @@ class Completion:
                 None if logprobs is None else tuple(logprobs),
                 None,
                 None,
-                self._take_prompt_logprobs() if prompt_done and self.reports_prompt else None,
+                self._take_prompt_logprobs() if self.reports_prompt else None,
                 self.num_cached_tokens,
             )
         pieces: list[str] = []
@@ -166,7 +161,7 @@ class Completion:
             logprobs=None if logprobs is None else tuple(logprobs[:taken]),
             finish_reason="stop" if matched is not None else finish_reason,
             stop_reason=stop_reason,
-            prompt_logprobs=self._take_prompt_logprobs() if prompt_done else None,
+            prompt_logprobs=self._take_prompt_logprobs(),
             num_cached_tokens=self.num_cached_tokens,
         )
 
@@ -189,7 +184,7 @@ class Completion:
         return PhaseTimes(self.prompt_ended_at - began_at, now - self.prompt_ended_at)
 
     def _take_prompt_logprobs(self) -> tuple[TokenLogprob | None, ...] | None:
-        if not self.reports_prompt:
+        if not (self.reports_prompt and self.has_prompt):
             return None
         self.reports_prompt = False
         return (None, *self.prompt_logprobs)

@@ -19,6 +19,7 @@ from jaxinfer import llm as llm_module
 from jaxinfer.async_engine import AsyncEngine, EngineDeadError
 from jaxinfer.llm import DEFAULT_MAX_TOKENS, LLM
 from jaxinfer.sampling_params import InvalidParameter, SamplingParams
+from jaxinfer.scheduler.plan import RowResult
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 
@@ -292,11 +293,11 @@ def test_one_failing_completion_does_not_take_the_others_with_it(llm, monkeypatc
     runner = shared().engine.runner
     collect = runner.collect
 
-    def collect_with_a_fault(pending, num_logprobs):
-        results = collect(pending, num_logprobs)
+    def collect_with_a_fault(pending):
+        results = collect(pending)
         for number, row in enumerate(pending.plan.rows):
             if row.sequence.prompt_len == 2:
-                results[number] = type(results[number])([], None, [], finite=False)
+                results[number] = RowResult([], finite=False)
         return results
 
     monkeypatch.setattr(runner, "collect", collect_with_a_fault)

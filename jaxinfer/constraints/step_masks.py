@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jaxinfer.request import TokenMatcher
-from jaxinfer.scheduler.plan import PlannedRow, StepPlan
-from jaxinfer.scheduler.scheduler import SequenceUpdate
+from jaxinfer.scheduler.plan import PlannedRow, RowResult, StepPlan
 from jaxinfer.scheduler.sequence import Sequence, SequenceStatus
 
 Failures = list[tuple[Sequence, Exception]]
@@ -70,16 +69,16 @@ class StepMasks:
                 failures.append((row.sequence, error))
         return failures
 
-    def advance(self, updates: Iterable[SequenceUpdate]) -> Ended:
+    def advance(self, results: Iterable[tuple[PlannedRow, RowResult]]) -> Ended:
         """Takes what a step sampled."""
         ended = Ended()
-        for update in updates if self._matchers else ():
-            sequence = update.sequence
+        for row, result in results if self._matchers else ():
+            sequence = row.sequence
             matcher = self._matchers.get(sequence.seq_id)
-            if matcher is None or not update.token_ids or sequence.stop_token is not None:
+            if matcher is None or not result.token_ids or sequence.stop_token is not None:
                 continue
             try:
-                for token_id in update.token_ids:
+                for token_id in result.token_ids:
                     matcher.advance(token_id)
             except Exception as error:
                 ended.failed.append((sequence, error))
@@ -92,5 +91,5 @@ class StepMasks:
         for index, row in enumerate(plan.rows) if self._matchers else ():
             matcher = self._matchers.get(row.sequence.seq_id)
             is_over = row.sequence.status is SequenceStatus.FINISHED
-            if matcher is not None and row.samples and not is_over:
+            if matcher is not None and row.num_sampled and not is_over:
                 yield index, row, matcher

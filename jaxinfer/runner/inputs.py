@@ -26,24 +26,25 @@ class StepBuffer:
         self._slots = np.arange(layout.size, dtype=np.int32)  # logit rows by number
         self._turn = 0
 
-    def fill_decode(self, plan: StepPlan, wants_top: bool, has_masks: bool = False) -> np.ndarray:
+    def fill_decode(self, plan: StepPlan, has_masks: bool = False) -> np.ndarray:
         """Returns the packed fields of a decode step."""
         fields = self._next()
         rows, num_seqs = plan.rows, len(plan.rows)
+        limits = [row.num_tokens for row in rows]
         fields["num_seqs"][...] = num_seqs
-        fields["num_steps"][...] = max(row.num_tokens for row in rows)
-        fields["wants_top"][...] = wants_top
+        fields["num_steps"][...] = max(limits)
+        fields["wants_top"][...] = plan.wants_top
         fields["has_masks"][...] = has_masks
         fields["rows"][:] = self._dummy_row
         fields["rows"][:num_seqs] = [row.row for row in rows]
         fields["kv_lens"][:] = 0
         fields["kv_lens"][:num_seqs] = [row.start + 1 for row in rows]
         fields["limits"][:] = 0
-        fields["limits"][:num_seqs] = [row.num_tokens for row in rows]
+        fields["limits"][:num_seqs] = limits
         self._fill_page_updates(fields, plan)
         return self._buffers[self._turn]
 
-    def fill_ragged(self, plan: StepPlan, wants_top: bool, has_masks: bool = False) -> np.ndarray:
+    def fill_ragged(self, plan: StepPlan, has_masks: bool = False) -> np.ndarray:
         """Returns the packed fields of a step with prompt tokens or drafts."""
         fields = self._next()
         rows, num_seqs = plan.rows, len(plan.rows)
@@ -51,7 +52,7 @@ class StepBuffer:
         ends = np.cumsum(q_lens, dtype=np.int32)
         fields["num_decodes"][...] = plan.num_decodes
         fields["num_seqs"][...] = num_seqs
-        fields["wants_top"][...] = wants_top
+        fields["wants_top"][...] = plan.wants_top
         fields["wants_hidden"][...] = plan.embeds
         fields["has_masks"][...] = has_masks
         fields["rows"][:] = self._dummy_row
@@ -105,6 +106,8 @@ class StepBuffer:
         groups, rows, width = self._table_shape
         index, value = fields["page_index"], fields["page_value"]
         index[:] = groups * rows * width  # past the end: dropped
+        if not plan.page_updates:
+            return
         # A row that got pages and was then preempted is not in the step: the rung has no room for
         # its entries, and they are rewritten before anything reads them.
         planned = {row.row for row in plan.rows}
@@ -124,7 +127,7 @@ def logit_rows(row: PlannedRow) -> list[tuple[int, int]]:
             (position - row.start, sequence.token_ids[position + 1])
             for position in range(row.score_from, last)
         ]
-    if row.samples:
+    if row.num_sampled:
         last = row.num_queries - 1
         wanted += [(index, -1) for index in range(last - row.num_drafts, last + 1)]
     return wanted

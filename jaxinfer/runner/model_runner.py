@@ -22,14 +22,14 @@ from jaxinfer.runner.compile_watch import CompileWatch
 from jaxinfer.runner.device_state import StateSpec, reset_row_and_pages
 from jaxinfer.runner.inputs import StepBuffer, logit_rows
 from jaxinfer.runner.masks import MaskBuffers
-from jaxinfer.runner.output_reader import Entry, OutputReader, RowResult
+from jaxinfer.runner.output_reader import Entry, OutputReader
 from jaxinfer.runner.program_store import ProgramStore
 from jaxinfer.runner.programs import DeviceState, ModelPrograms, StepOutput
 from jaxinfer.runner.row_state import RowReset, make_row_reset
 from jaxinfer.runner.runner_config import RunnerConfig
 from jaxinfer.runner.step_programs import StepProgram, step_programs
 from jaxinfer.sampling_params import SamplingParams
-from jaxinfer.scheduler.plan import PlannedRow, StepPlan
+from jaxinfer.scheduler.plan import RowResult, StepPlan
 
 logger = logging.getLogger(__name__)
 
@@ -332,20 +332,17 @@ class ModelRunner:
         assert num_masks is not None
         return self._masks.next(num_masks)
 
-    def dispatch(
-        self, plan: StepPlan, wants_top: bool, masks: np.ndarray | None = None
-    ) -> PendingStep:
+    def dispatch(self, plan: StepPlan, masks: np.ndarray | None = None) -> PendingStep:
         """Starts a step; returns before the device has finished it.
 
         Args:
           plan: of one decode step, where there are masks.
-          wants_top: the best tokens are to be reported.
           masks: as `masks` returned them, filled; None where nothing is banned.
         """
         program = self._program_of(plan)
         buffer = self._buffers[program.kind, program.rung]
         fill = buffer.fill_ragged if program.kind == "ragged" else buffer.fill_decode
-        output = self._run(program, fill(plan, wants_top, masks is not None), masks)
+        output = self._run(program, fill(plan, masks is not None), masks)
         if output.hidden is not None and not plan.embeds:
             output = replace(output, hidden=None)
         if self.platform != "cpu":
@@ -369,26 +366,20 @@ class ModelRunner:
         output, self._state = compiled(self._params, self._state, *inputs)
         return output
 
-    def collect(
-        self, pending: PendingStep, num_logprobs: Callable[[PlannedRow], tuple[int, int]]
-    ) -> list[RowResult]:
-        """Waits for a step and returns one result per planned row, in order.
-
-        `num_logprobs` gives what each row wants: see `Completion`.
-        """
+    def collect(self, pending: PendingStep) -> list[RowResult]:
+        """Waits for a step and returns one result per planned row, in order."""
         reader, slot, is_decode_only = OutputReader(pending.output), 0, pending.plan.is_decode_only
         results = []
         for index, row in enumerate(pending.plan.rows):
-            counts = num_logprobs(row)
-            if is_decode_only and counts[0] < 0:
+            if is_decode_only and row.sequence.logprobs is None:
                 results.append(reader.sampled(index, row.num_tokens))
                 continue
             if is_decode_only:
-                entries: list[Entry] = [((step, index), -1) for step in range(row.num_tokens)]
+                entries: list[Entry] = [((index, step), -1) for step in range(row.num_tokens)]
             else:
                 entries = [((i,), target) for i, (_, target) in enumerate(logit_rows(row), slot)]
                 slot += len(entries)
-            result = reader.row(entries, *counts)
+            result = reader.row(entries, row.sequence.logprobs, row.sequence.prompt_logprobs)
             if row.embeds:
                 result.hidden = reader.hidden(index)
                 result.finite &= all(map(math.isfinite, result.hidden))

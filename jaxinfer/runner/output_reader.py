@@ -3,37 +3,20 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxinfer.outputs import TokenLogprob
 from jaxinfer.runner.programs import NOT_EMITTED, NOT_FINITE, StepOutput
-
-
-# Made for every row of every step: frozen, it would take three times as long.
-@dataclass(slots=True)
-class RowResult:
-    """What a step produced for one planned row.
-
-    Attributes:
-      token_ids: sampled ids, oldest first.
-      logprobs: one per sampled id, if asked for.
-      prompt_logprobs: one per scored prompt position, in order.
-      finite: false if the model's logits, or its hidden state, were not.
-      hidden: the final hidden state of the row's last token, if asked for.
-    """
-
-    token_ids: list[int]
-    logprobs: list[TokenLogprob] | None
-    prompt_logprobs: list[TokenLogprob]
-    finite: bool
-    hidden: array[float] | None = None
-
+from jaxinfer.scheduler.plan import RowResult
 
 Entry = tuple[tuple[int, ...], int]
-"""Where in the output arrays, and the token scored there or -1 for one that was sampled."""
+"""Where in the output arrays, and the token scored there or -1 for one that was sampled.
+
+(row, step) where every row decodes, else (logit row,).
+"""
 
 
 class OutputReader:
@@ -41,23 +24,26 @@ class OutputReader:
 
     def __init__(self, output: StepOutput) -> None:
         self._output = output
+        self._has_steps = output.token.ndim == 2
         # Lists: to take one number out of an array takes ten times as long.
-        self._token: list[Any] = np.asarray(output.token).tolist()
+        self._token: list[Any] = self._fetch(output.token).tolist()
         self._logprobs: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray] | None = None
         self._hidden: np.ndarray | None = None
 
     def sampled(self, index: int, num_steps: int) -> RowResult:
         """Reads a row of a decode step that wants no log-probabilities, as most of them."""
-        ids = [of_step[index] for of_step in self._token[:num_steps]]
-        return RowResult([one for one in ids if one >= 0], None, [], NOT_FINITE not in ids)
+        ids = self._token[index][:num_steps]
+        if min(ids) >= 0:
+            return RowResult(ids)
+        return RowResult([one for one in ids if one >= 0], finite=NOT_FINITE not in ids)
 
     def row(
         self,
         entries: list[Entry],
-        num_output_logprobs: int,
-        num_prompt_logprobs: int,
+        num_logprobs: int | None,
+        num_prompt_logprobs: int | None,
     ) -> RowResult:
-        """Reads the entries of one planned row: (where, scored token or -1)."""
+        """Reads the entries of one planned row; for what it wants see `Sequence`."""
         tokens: list[int] = []
         logprobs: list[TokenLogprob] = []
         scored: list[TokenLogprob] = []
@@ -69,18 +55,22 @@ class OutputReader:
             if token in (NOT_EMITTED, NOT_FINITE):
                 continue
             if target >= 0:
-                scored.append(self._logprob(where, num_prompt_logprobs))
+                scored.append(self._logprob(where, num_prompt_logprobs or 0))
                 continue
             tokens.append(token)
-            if num_output_logprobs >= 0:
-                logprobs.append(self._logprob(where, num_output_logprobs))
-        return RowResult(tokens, logprobs if num_output_logprobs >= 0 else None, scored, finite)
+            if num_logprobs is not None:
+                logprobs.append(self._logprob(where, num_logprobs))
+        return RowResult(tokens, None if num_logprobs is None else logprobs, scored, finite)
 
     def hidden(self, index: int) -> array[float]:
         """Returns the hidden state of the row planned as number `index`."""
         if self._hidden is None:
             self._hidden = np.asarray(self._output.hidden)
         return array("f", self._hidden[index].tobytes())
+
+    def _fetch(self, leaf: jax.Array) -> np.ndarray:
+        """Returns a host copy, what belongs to one row side by side: steps come one by one."""
+        return np.asarray(leaf).swapaxes(0, 1) if self._has_steps else np.asarray(leaf)
 
     def _token_at(self, where: tuple[int, ...]) -> int:
         token: Any = self._token
@@ -92,10 +82,10 @@ class OutputReader:
         if self._logprobs is None:
             output = self._output
             self._logprobs = (
-                np.asarray(output.logprob),
-                np.asarray(output.top_ids),
-                np.asarray(output.top_logprobs),
-                np.asarray(output.rank),
+                self._fetch(output.logprob),
+                self._fetch(output.top_ids),
+                self._fetch(output.top_logprobs),
+                self._fetch(output.rank),
             )
         logprob, top_ids, top_logprobs, rank = self._logprobs
         top = zip(

@@ -46,6 +46,8 @@ class Drafts:
 
     def add(self, plan: StepPlan, rows: dict[str, PlannedRow], most: int) -> None:
         """Adds drafts to rows that decode: `most` at most, on pages that nobody else wants."""
+        if len(rows) >= self._max_tokens:
+            return
         drafted = [
             row
             for row in rows.values()
@@ -63,7 +65,7 @@ class Drafts:
                 row,
                 num_tokens=num_tokens,
                 token_ids=(sequence.token_ids[-1], *drafts),
-                num_drafts=len(drafts),
+                num_sampled=num_tokens,
             )
             sequence.is_verifying = True
             room -= len(drafts)

@@ -1,9 +1,12 @@
-"""What one step computes, as plain data: the scheduler's output and the runner's input."""
+"""What one step computes, and what came of it: plain data between the scheduler and the runner."""
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
+from jaxinfer.outputs import TokenLogprob
 from jaxinfer.scheduler.sequence import Sequence
 
 
@@ -28,11 +31,10 @@ class PlannedRow:
       start: position of the first token.
       num_tokens: tokens computed; for a decode, how many steps at most.
       token_ids: their ids; empty for a decode, whose token is on the device.
-      samples: the last position samples a token.
+      num_sampled: tokens it samples at most: as many as it computes of a decode; of a prompt, one
+        after its last position, or none; and as many before that as there are drafts.
       score_from: first position whose next prompt token is to be scored; None for no scoring.
       admission: which of the sequence's admissions it belongs to, counted from 1.
-      num_drafts: how many of `token_ids`, the last ones, are guesses: the position before each
-        samples too, and the row ends where a sample is not the guess.
       embeds: the hidden state of the last position is wanted.
     """
 
@@ -41,10 +43,9 @@ class PlannedRow:
     start: int
     num_tokens: int
     token_ids: tuple[int, ...]
-    samples: bool
+    num_sampled: int
     score_from: int | None = None
     admission: int = 0
-    num_drafts: int = 0
     embeds: bool = False
 
     @property
@@ -58,11 +59,32 @@ class PlannedRow:
         return 1 if self.is_decode else self.num_tokens
 
     @property
-    def num_sampled(self) -> int:
-        """Tokens the row samples at most."""
-        if not self.samples:
-            return 0
-        return 1 + self.num_drafts if self.token_ids else self.num_tokens
+    def num_drafts(self) -> int:
+        """How many of `token_ids`, the last ones, are guesses.
+
+        The position before each samples too, and the row ends where a sample is not the guess.
+        """
+        return max(0, self.num_sampled - 1) if self.token_ids else 0
+
+
+# Made for every row of every step, as well.
+@dataclass(slots=True)
+class RowResult:
+    """What a step produced for one planned row.
+
+    Attributes:
+      token_ids: sampled ids, oldest first.
+      logprobs: one per sampled id, if asked for.
+      prompt_logprobs: one per scored prompt position, in order.
+      finite: false if the model's logits, or its hidden state, were not.
+      hidden: the final hidden state of the row's last token, if asked for.
+    """
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: SequenceOf[TokenLogprob] = ()
+    finite: bool = True
+    hidden: array[float] | None = None
 
 
 @dataclass(slots=True)
@@ -90,7 +112,12 @@ class StepPlan:
     @property
     def is_decode_only(self) -> bool:
         """Whether the step has neither prompt tokens nor drafts."""
-        return all(row.is_decode for row in self.rows)
+        return not self.rows or self.rows[-1].is_decode  # decodes come first
+
+    @property
+    def wants_top(self) -> bool:
+        """Whether any row wants the best tokens beside those that were sampled, or scored."""
+        return any(row.sequence.logprobs or row.sequence.prompt_logprobs for row in self.rows)
 
     @property
     def embeds(self) -> bool:

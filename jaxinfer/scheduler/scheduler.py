@@ -7,15 +7,14 @@ are computed first come, first served within a priority, whether they were begun
 from __future__ import annotations
 
 import bisect
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
 from operator import attrgetter
 
 from jaxinfer.scheduler.chunking import FixedChunks, FreeChunks, StepBudget
 from jaxinfer.scheduler.drafts import Drafts
 from jaxinfer.scheduler.limits import SchedulerLimits
 from jaxinfer.scheduler.page_tables import PageTables
-from jaxinfer.scheduler.plan import PlannedRow, StepPlan
+from jaxinfer.scheduler.plan import PlannedRow, RowResult, StepPlan
 from jaxinfer.scheduler.prefix_cache import PrefixCache
 from jaxinfer.scheduler.quarantine import Quarantine
 from jaxinfer.scheduler.sequence import Sequence, SequenceFinish, SequenceStatus
@@ -24,15 +23,6 @@ MAX_PASSED_OVER = 32
 """Sequences in one step that others may overtake because their next page is being computed."""
 
 _order = attrgetter("order")
-
-
-@dataclass(slots=True)
-class SequenceUpdate:
-    """What one finished step means for one sequence."""
-
-    sequence: Sequence
-    planned: PlannedRow
-    token_ids: list[int]
 
 
 class Scheduler:
@@ -147,34 +137,32 @@ class Scheduler:
         return plan if plan.rows else None
 
     def update(
-        self,
-        plan: StepPlan,
-        sampled: Mapping[str, list[int]],
-        not_finite: Collection[str] = (),
-    ) -> list[SequenceUpdate]:
-        """Takes the ids a step sampled, by `seq_id`; ends the sequences they complete.
+        self, plan: StepPlan, results: Iterable[RowResult]
+    ) -> list[tuple[PlannedRow, RowResult]]:
+        """Takes what a step sampled, a result per row; ends the sequences that completes.
 
-        Pages of sequences in `not_finite`, also by `seq_id`, are forgotten.
+        Pages of sequences whose logits were not finite are forgotten. Returns the results that
+        count, with their rows: those of sequences that had not ended.
         """
-        updates = []
+        counting = []
         is_watching, finished = self.quarantine.is_watching, SequenceStatus.FINISHED
-        for row in plan.rows:
+        for row, result in zip(plan.rows, results, strict=True):
             sequence = row.sequence
             sequence.num_in_flight -= row.num_sampled
             if is_watching:
                 self.quarantine.confirm(row)
             if sequence.status is finished:
                 continue
-            token_ids = sampled[sequence.seq_id] if row.samples else []
+            token_ids = result.token_ids
             sequence.token_ids += token_ids
             if sequence.drafter is not None:
                 self.drafts.settle(row, sequence.drafter, token_ids)
-            if not_finite and self.cache is not None and sequence.seq_id in not_finite:
+            if not result.finite and self.cache is not None:
                 self.cache.distrust(sequence)
             self._confirm(row, len(token_ids))
             self._finish_if_complete(row, token_ids)
-            updates.append(SequenceUpdate(sequence, row, token_ids))
-        return updates
+            counting.append((row, result))
+        return counting
 
     def fail(self, failed: StepPlan, lost: Iterable[StepPlan]) -> Sequence | None:
         """Undoes a step that failed and those dispatched after it; what ran is to run again.
@@ -227,7 +215,7 @@ class Scheduler:
                 plan.page_updates += self.tables.extend(sequence, start + steps)
             # By position, as it is made for every row of every step.
             rows[sequence.seq_id] = PlannedRow(
-                sequence, sequence.row, start, steps, (), True, None, sequence.num_admissions
+                sequence, sequence.row, start, steps, (), steps, None, sequence.num_admissions
             )
         budget.tokens -= len(rows)
         return others, preempted
@@ -247,7 +235,7 @@ class Scheduler:
                 start,
                 count,
                 tuple(sequence.token_ids[start:end]),
-                samples=end == len(sequence.token_ids) and sequence.num_remaining > 0,
+                num_sampled=int(end == len(sequence.token_ids) and sequence.num_remaining > 0),
                 score_from=self._score_from(sequence, start, end),
                 admission=sequence.num_admissions,
                 embeds=sequence.embeds and end == len(sequence.token_ids),
@@ -257,7 +245,7 @@ class Scheduler:
 
     def _score_from(self, sequence: Sequence, start: int, end: int) -> int | None:
         """First position of [start, end) whose following prompt token is not yet scored."""
-        if not sequence.score_prompt:
+        if not sequence.scores_prompt:
             return None
         first = max(start, sequence.num_scored)
         return first if first < min(end, sequence.prompt_len - 1) else None

@@ -50,7 +50,9 @@ class Sequence:
       prompt_len: how many of them are the prompt.
       stop: the rule that ends it.
       priority: lower runs first.
-      score_prompt: prompt log-probabilities are wanted.
+      logprobs: alternatives to report beside each sampled token's log-probability; None where no
+        log-probability is wanted.
+      prompt_logprobs: the same of the prompt's tokens.
       embeds: the hidden state of the last prompt token is wanted.
       steps_in_bulk: several decode steps may be dispatched as one (no stop strings).
       drafter: guesses what comes next; None where nothing is to be guessed.
@@ -71,7 +73,8 @@ class Sequence:
     prompt_len: int
     stop: StopRule
     priority: int = 0
-    score_prompt: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
     embeds: bool = False
     steps_in_bulk: bool = True
     drafter: Drafter | None = None
@@ -101,7 +104,12 @@ class Sequence:
     @property
     def computes_all(self) -> bool:
         """Whether nothing of it is to be taken from a prefix cache."""
-        return self.score_prompt or self.embeds
+        return self.scores_prompt or self.embeds
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether the log-probabilities of its prompt are wanted."""
+        return self.prompt_logprobs is not None
 
     @property
     def num_output_tokens(self) -> int:

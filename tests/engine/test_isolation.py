@@ -81,7 +81,7 @@ class Faults:
         monkeypatch.setattr(runner, "dispatch", self._dispatch)
         monkeypatch.setattr(runner, "collect", self._collect)
 
-    def _dispatch(self, plan, wants_top, masks=None):
+    def _dispatch(self, plan, masks=None):
         fails = self.steps in self.accidents or any(
             row.start + row.num_tokens > self.culprits.get(row.sequence.seq_id, 10**9)
             for row in plan.rows
@@ -93,16 +93,16 @@ class Faults:
                     leaf.delete()
             self.raised += 1
             raise ArithmeticError(f"injected\nwith {SECRET}")
-        pending = self.dispatch(plan, wants_top, masks)
+        pending = self.dispatch(plan, masks)
         if fails:
             self.doomed.append(pending)
         return pending
 
-    def _collect(self, pending, num_logprobs):
+    def _collect(self, pending):
         if any(pending is one for one in self.doomed):
             self.raised += 1
             raise ArithmeticError(f"injected\nwith {SECRET}")
-        return self.collect(pending, num_logprobs)
+        return self.collect(pending)
 
 
 WHERE = ["dispatch", "device", "collect"]

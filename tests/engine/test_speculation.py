@@ -249,11 +249,11 @@ def test_a_step_with_drafts_that_fails_is_run_again(
     engine = make_engine(pipeline_depth=depth, **SPECULATION)
     dispatch, failed = engine.runner.dispatch, []
 
-    def fails_once(plan, wants_top, masks):
+    def fails_once(plan, masks):
         if not failed and any(row.num_drafts for row in plan.rows):
             failed.append(plan)
             raise RuntimeError("the device failed")
-        return dispatch(plan, wants_top, masks)
+        return dispatch(plan, masks)
 
     monkeypatch.setattr(engine.runner, "dispatch", fails_once)
     assert_e1(run(engine, requests), expected)

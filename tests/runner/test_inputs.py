@@ -11,7 +11,7 @@ from jaxinfer.runner.step_layout import decode_layout, ragged_layout
 from jaxinfer.scheduler.limits import SchedulerLimits
 from jaxinfer.scheduler.ngram import NgramDrafter
 from jaxinfer.scheduler.page_tables import GroupSpec, PageTables
-from jaxinfer.scheduler.plan import PageUpdate, PlannedRow, StepPlan
+from jaxinfer.scheduler.plan import PageUpdate, PlannedRow, RowResult, StepPlan
 from jaxinfer.scheduler.scheduler import Scheduler
 from jaxinfer.scheduler.sequence import Sequence, SequenceStatus, StopRule
 
@@ -32,11 +32,13 @@ def check_page_updates(views, plan, table_shape):
     assert views["page_value"][: len(index)].tolist() == [update.page for update in wanted]
 
 
-def check_decode(packed, layout, plan, wants_top, dummy_row, table_shape):
+def check_decode(packed, layout, plan, dummy_row, table_shape):
     views = layout.views(packed.copy())
     count = len(plan.rows)
     assert views["num_seqs"] == count
-    assert views["wants_top"] == wants_top
+    assert views["wants_top"] == any(
+        row.sequence.logprobs or row.sequence.prompt_logprobs for row in plan.rows
+    )
     assert views["num_steps"] == max(row.num_tokens for row in plan.rows)
     assert views["rows"].tolist()[:count] == [row.row for row in plan.rows]
     assert np.all(views["rows"][count:] == dummy_row)
@@ -47,12 +49,14 @@ def check_decode(packed, layout, plan, wants_top, dummy_row, table_shape):
     check_page_updates(views, plan, table_shape)
 
 
-def check_ragged(packed, layout, plan, wants_top, dummy_row, table_shape):
+def check_ragged(packed, layout, plan, dummy_row, table_shape):
     views = layout.views(packed.copy())
     count = len(plan.rows)
     assert views["num_decodes"] == plan.num_decodes
     assert views["num_seqs"] == count
-    assert views["wants_top"] == wants_top
+    assert views["wants_top"] == any(
+        row.sequence.logprobs or row.sequence.prompt_logprobs for row in plan.rows
+    )
     starts = views["cu_q_lens"]
     assert starts[0] == 0
     assert np.all(starts[count:] == starts[count])
@@ -101,22 +105,29 @@ def random_plan(rng, decode_only):
         is_decode = index < num_decodes
         ids = tuple(rng.integers(0, 99, length).tolist())
         prompt = [0] * start + list(ids) + [7] * int(rng.integers(0, 3))
-        sequence = Sequence(f"s{row}", prompt, len(prompt), StopRule(5))
+        sequence = Sequence(
+            f"s{row}",
+            prompt,
+            len(prompt),
+            StopRule(5),
+            logprobs=rng.choice([None, 0, 3], p=[0.6, 0.3, 0.1]),
+            prompt_logprobs=rng.choice([None, 0, 3], p=[0.6, 0.3, 0.1]),
+        )
         score_from = None
         if not is_decode and rng.random() < 0.5 and start < len(prompt) - 1:
             score_from = int(rng.integers(start, min(start + length, len(prompt) - 1)))
         samples = is_decode or len(prompt) == start + length
         verifies = not is_decode and samples and score_from is None and rng.random() < 0.7
+        num_tokens = length if not is_decode or decode_only else 1
         planned.append(
             PlannedRow(
                 sequence,
                 row,
                 start,
-                length if not is_decode or decode_only else 1,
+                num_tokens,
                 () if is_decode else ids,
-                samples=samples,
+                num_sampled=num_tokens if is_decode or verifies else int(samples),
                 score_from=score_from,
-                num_drafts=length - 1 if verifies else 0,
             )
         )
     updates = [
@@ -133,34 +144,34 @@ def random_plan(rng, decode_only):
 
 
 @settings(max_examples=100, deadline=None)
-@given(seed=st.integers(0, 2**32), wants_top=st.booleans())
-def test_decode_round_trip(seed, wants_top):
+@given(seed=st.integers(0, 2**32))
+def test_decode_round_trip(seed):
     rng = np.random.default_rng(seed)
     layout, table_shape = decode_layout(6, 2, 4, 6), (2, 7, 6)
     buffer = StepBuffer(layout, 6, table_shape)
     for _ in range(5):  # arrays are reused: nothing of the last plan may be left
         plan = random_plan(rng, decode_only=True)
-        packed = buffer.fill_decode(plan, wants_top)
-        check_decode(packed, layout, plan, wants_top, 6, table_shape)
+        packed = buffer.fill_decode(plan)
+        check_decode(packed, layout, plan, 6, table_shape)
 
 
 @settings(max_examples=100, deadline=None)
-@given(seed=st.integers(0, 2**32), wants_top=st.booleans())
-def test_ragged_round_trip(seed, wants_top):
+@given(seed=st.integers(0, 2**32))
+def test_ragged_round_trip(seed):
     rng = np.random.default_rng(seed)
     layout, table_shape = ragged_layout(32, 6, 2, 4, LOGIT_BLOCK), (2, 7, 6)
     buffer = StepBuffer(layout, 6, table_shape)
     for _ in range(5):
         plan = random_plan(rng, decode_only=False)
-        packed = buffer.fill_ragged(plan, wants_top)
-        check_ragged(packed, layout, plan, wants_top, 6, table_shape)
+        packed = buffer.fill_ragged(plan)
+        check_ragged(packed, layout, plan, 6, table_shape)
 
 
 def test_the_last_array_is_left_alone_while_the_next_is_filled():
     layout = decode_layout(2, 1, 4, 1)
     buffer = StepBuffer(layout, 2, (1, 3, 4))
     sequence = Sequence("s", [1], 1, StopRule(5))
-    plan = StepPlan(rows=[PlannedRow(sequence, 0, 3, 1, (), samples=True)])
+    plan = StepPlan(rows=[PlannedRow(sequence, 0, 3, 1, (), num_sampled=1)])
     first = buffer.fill_decode(plan, False)
     kept = first.copy()
     buffer.fill_empty()
@@ -198,18 +209,18 @@ class Packer:
         if plan.is_decode_only:
             steps = self.limits.decode_steps if plan.num_steps > 1 else 1
             buffer = self.buffers["decode", self.ladders.decode_rung(len(plan.rows)), steps]
-            packed = buffer.fill_decode(plan, True)
-            check_decode(packed, buffer.layout, plan, True, dummy_row, self.table_shape)
+            packed = buffer.fill_decode(plan)
+            check_decode(packed, buffer.layout, plan, dummy_row, self.table_shape)
         else:
             rung = self.ladders.token_rung(plan.num_queries)
             buffer = self.buffers["ragged", rung, 1]
-            packed = buffer.fill_ragged(plan, True)
-            check_ragged(packed, buffer.layout, plan, True, dummy_row, self.table_shape)
+            packed = buffer.fill_ragged(plan)
+            check_ragged(packed, buffer.layout, plan, dummy_row, self.table_shape)
 
 
 def sampled_by(plan, rng):
     """Ids a device might sample: now and then a stop id, after which the row is silent."""
-    sampled = {}
+    results = []
     for row in plan.rows:
         ids = []
         for index in range(row.num_sampled):
@@ -219,8 +230,8 @@ def sampled_by(plan, rng):
             is_wrong = index < row.num_drafts and ids[-1] != row.token_ids[index + 1]
             if is_wrong or ids[-1] in row.sequence.stop.stop_ids:
                 break
-        sampled[row.sequence.seq_id] = ids
-    return sampled
+        results.append(RowResult(ids))
+    return results
 
 
 @pytest.mark.parametrize("windows", [(None,), (None, 6)], ids=["one group", "a window"])
@@ -265,7 +276,7 @@ def test_every_plan_of_the_scheduler_has_room(
                 len(prompt),
                 StopRule(int(rng.integers(0, 18)), 0, frozenset({3} if rng.random() < 0.5 else ())),
                 priority=int(rng.integers(0, 2)),
-                score_prompt=bool(rng.random() < 0.4),
+                prompt_logprobs=0 if rng.random() < 0.4 else None,
                 steps_in_bulk=bool(rng.random() < 0.7),
                 drafter=NgramDrafter(num_drafts, prompt) if speculates else None,
             )

@@ -5,6 +5,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from jaxinfer.scheduler.limits import SchedulerLimits
 from jaxinfer.scheduler.page_tables import GroupSpec, PageTables
+from jaxinfer.scheduler.plan import RowResult
 from jaxinfer.scheduler.prefix_cache import PrefixCache
 from jaxinfer.scheduler.scheduler import Scheduler
 from jaxinfer.scheduler.sequence import Sequence, SequenceStatus, StopRule
@@ -53,10 +54,6 @@ def count_prompt_tokens(plan):
     return sum(row.num_tokens for row in plan.rows if not (row.is_decode or row.num_drafts))
 
 
-class NotFinite(list):
-    """What a sequence sampled whose logits are not numbers."""
-
-
 class PretendDevice:
     """Samples token id `position % 13` at each position, and checks what a real device relies on.
 
@@ -80,7 +77,7 @@ class PretendDevice:
         self.num_computed = 0
 
     def step(self):
-        """Runs one engine step; returns the sequence updates it caused."""
+        """Runs one engine step; returns the results that count, with their rows."""
         plan = self.scheduler.schedule()
         self.scheduler.check_integrity()
         if plan is not None:
@@ -88,14 +85,12 @@ class PretendDevice:
         if self.pending and (
             plan is None or len(self.pending) > self.scheduler.limits.pipeline_depth
         ):
-            plan, sampled = self.pending.pop(0)
-            not_finite = {name for name, ids in sampled.items() if isinstance(ids, NotFinite)}
-            updates = self.scheduler.update(plan, sampled, not_finite)
+            counting = self.scheduler.update(*self.pending.pop(0))
             self.scheduler.check_integrity()
-            for update in updates:
-                if update.sequence.seq_id in not_finite:
-                    self.scheduler.finish(update.sequence, "error")
-            return updates
+            for row, result in counting:
+                if not result.finite:
+                    self.scheduler.finish(row.sequence, "error")
+            return counting
         return []
 
     @property
@@ -137,11 +132,11 @@ class PretendDevice:
         for update in plan.page_updates:
             assert update.page != 0
             self.table[update.group, update.row, update.index] = update.page
-        return {row.sequence.seq_id: self._run_row(row) for row in plan.rows}
+        return [self._run_row(row) for row in plan.rows]
 
     def _run_row(self, row):
         if not self.alive[row.row]:
-            return []
+            return RowResult([])
         if self.cached[row.row] is None:  # its first step
             self._check_start(row)
         assert row.start == self.cached[row.row], "positions are computed in order, once"
@@ -153,19 +148,19 @@ class PretendDevice:
         ids = []
         for position in range(row.start, end):
             self._compute(row, position)
-            if row.samples and (row.is_decode or position == end - 1):
+            if row.num_sampled and (row.is_decode or position == end - 1):
                 ids.append((position + 1) % 13)
                 self._append(row.row, ids[-1])
                 if ids[-1] in row.sequence.stop.stop_ids:
                     self.alive[row.row] = False
                     break
-        return NotFinite() if self._is_spoilt(row) else ids
+        return RowResult([], finite=False) if self._is_spoilt(row) else RowResult(ids)
 
     def _is_spoilt(self, row):
-        return row.samples and row.sequence.seq_id in self.spoilt
+        return row.num_sampled > 0 and row.sequence.seq_id in self.spoilt
 
     def _check_start(self, row):
-        if self.scheduler.cache is None or row.sequence.score_prompt:
+        if self.scheduler.cache is None or row.sequence.scores_prompt:
             assert row.start == 0, "everything is computed"
         assert row.start % self.scheduler.tables.page_size == 0
         assert row.start < len(row.sequence.token_ids), "a token is left to compute"

@@ -8,6 +8,7 @@ from scheduler.builders import PretendDevice, Schedules, make_scheduler, make_se
 from scheduler.test_prefix_cache import A, B, run
 
 from jaxinfer.scheduler.limits import SchedulerLimits
+from jaxinfer.scheduler.plan import RowResult
 from jaxinfer.scheduler.sequence import SequenceStatus
 
 
@@ -32,9 +33,9 @@ class StrictDevice(PretendDevice):
     def step(self):
         running = self.scheduler.running
         self.can_decode = {one.seq_id for one in running if one.decode_steps(1)}
-        updates = super().step()
+        counting = super().step()
         assert self.scheduler.num_preemptions == 0
-        return updates
+        return counting
 
     def _run(self, plan):
         assert plan.num_steps == 1
@@ -98,13 +99,13 @@ class Engine(Schedules):
         max_tokens=st.integers(0, 14),
         stop_ids=st.sampled_from([(), (3,), (1, 7)]),
         priority=st.integers(0, 1),
-        scores=st.sampled_from([False, False, True]),
+        scores=st.sampled_from([None, None, 0]),
         n=st.sampled_from([1, 1, 3]),
     )
     def add(self, prompt, length, max_tokens, n, scores, **options):
         if self.scheduler.fits(length + max_tokens):
             for _ in range(n):
-                self._add(prompt[:length], max_tokens=max_tokens, score_prompt=scores, **options)
+                self._add(prompt[:length], max_tokens=max_tokens, prompt_logprobs=scores, **options)
 
     def _add(self, prompt, **options):
         sequence = make_sequence(f"s{len(self.sequences)}", prompt=prompt, **options)
@@ -172,7 +173,7 @@ def test_chunks_of_several_prompts_share_a_step_while_they_fit():
     steps = []
     while (plan := scheduler.schedule()) is not None:
         steps.append([(row.sequence.seq_id, row.start, row.num_tokens) for row in plan.rows])
-        scheduler.update(plan, {row.sequence.seq_id: [0] * row.num_sampled for row in plan.rows})
+        scheduler.update(plan, [RowResult([0] * row.num_sampled) for row in plan.rows])
     assert steps == [
         [("0", 0, 8), ("1", 0, 3), ("2", 0, 8)],
         [("0", 8, 8), ("3", 0, 8)],  # there was room for one token of it

@@ -9,6 +9,7 @@ from scheduler.builders import PretendDevice, make_scheduler, make_sequence
 
 from jaxinfer.scheduler.drafts import Drafts
 from jaxinfer.scheduler.ngram import NgramDrafter
+from jaxinfer.scheduler.plan import RowResult
 from jaxinfer.scheduler.sequence import SequenceStatus
 
 
@@ -72,7 +73,7 @@ class VerifyingDevice(PretendDevice):
             elif index < row.num_drafts:
                 counts = row.token_ids[index + 1] == ids[-1]
         self.cached[row.row] = row.start + len(ids)
-        return ids
+        return RowResult(ids)
 
 
 def drafting(max_tokens=16, **options):

@@ -3,6 +3,8 @@
 import pytest
 from scheduler.builders import PretendDevice, make_scheduler, make_sequence
 
+from jaxinfer.scheduler.plan import RowResult
+
 PAGE_SIZE = 4
 A, B = [100 + i for i in range(40)], [200 + i for i in range(40)]
 
@@ -122,8 +124,8 @@ def test_who_waits_computes_itself_when_the_other_leaves(reason):
 
 def test_a_scored_prompt_is_computed_whole_and_leaves_its_pages():
     device = PretendDevice(cached_scheduler())
-    for name, scores, expected in (("a", True, 0), ("b", True, 0), ("c", False, 20)):
-        sequence = make_sequence(name, prompt=A[:21], score_prompt=scores)
+    for name, scores, expected in (("a", 0, 0), ("b", 0, 0), ("c", None, 20)):
+        sequence = make_sequence(name, prompt=A[:21], prompt_logprobs=scores)
         run(device, sequence)
         assert sequence.num_cached == expected
     assert device.scheduler.cache.num_queried_tokens == 21
@@ -153,7 +155,7 @@ def test_a_result_that_is_not_finite_counts_also_after_a_preemption():
     plan = scheduler.schedule()
     assert bad.num_cached == 20
     scheduler._preempt_all()
-    scheduler.update(plan, {"bad": []}, {"bad"})
+    scheduler.update(plan, [RowResult([], finite=False)])
     scheduler.check_integrity()
     assert all(pool.num_idle == 0 for pool in scheduler.tables.pools)
 

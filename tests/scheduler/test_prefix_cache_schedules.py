@@ -41,7 +41,7 @@ def test_random_loads_with_and_without_a_cache_write_the_same(data):
     for cached in (False, True):
         device = PretendDevice(make_scheduler(**shared, prefix_cache=cached))
         sequences = [
-            make_sequence(str(i), prompt=prompt[:length], max_tokens=tokens, score_prompt=scores)
+            make_sequence(str(i), prompt=prompt[:length], max_tokens=tokens, prompt_logprobs=scores)
             for i, (prompt, length, tokens, scores) in enumerate(requests)
         ]
         fitting = [s for s in sequences if device.scheduler.fits(s.prompt_len + s.stop.max_tokens)]
@@ -86,7 +86,7 @@ class Engine(Schedules):
         max_tokens=st.integers(0, 14),
         stop_ids=st.sampled_from([(), (3,), (1, 7)]),
         priority=st.integers(0, 1),
-        scores=st.sampled_from([False, False, True]),
+        scores=st.sampled_from([None, None, 0]),
         salt=st.sampled_from([b"", b"", b"mine"]),
         n=st.sampled_from([1, 1, 3]),
         is_bad=st.sampled_from([False] * 5 + [True]),
@@ -98,7 +98,7 @@ class Engine(Schedules):
                 name,
                 prompt=prompt[:length],
                 max_tokens=max_tokens,
-                score_prompt=scores,
+                prompt_logprobs=scores,
                 cache_salt=salt,
                 stop_ids=options["stop_ids"],
                 priority=options["priority"],

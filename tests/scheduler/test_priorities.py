@@ -195,8 +195,8 @@ def test_a_higher_priority_is_admitted_before_those_that_wait():
         scheduler.add(sequence)
     while device.has_work:
         ended += [
-            update.sequence.seq_id
-            for update in device.step()
-            if update.sequence.status is SequenceStatus.FINISHED
+            row.sequence.seq_id
+            for row, _ in device.step()
+            if row.sequence.status is SequenceStatus.FINISHED
         ]
     assert ended == ["s0", "s2", "s1"]

@@ -53,12 +53,12 @@ class Driver:
 
     def collect(self, plan, sampled):
         if sampled is not None:
-            for update in self.scheduler.update(plan, sampled):
-                self.delivered.setdefault(update.sequence, []).extend(update.token_ids)
-                if (first := update.planned.score_from) is not None:
-                    end = update.planned.start + update.planned.num_tokens
-                    last = min(end, update.sequence.prompt_len - 1)
-                    self.scored.update((update.sequence, at) for at in range(first, last))
+            for row, result in self.scheduler.update(plan, sampled):
+                sequence = row.sequence
+                self.delivered.setdefault(sequence, []).extend(result.token_ids)
+                if (first := row.score_from) is not None:
+                    last = min(row.start + row.num_tokens, sequence.prompt_len - 1)
+                    self.scored.update((sequence, at) for at in range(first, last))
             return
         self.failures += 1
         culprit = self.scheduler.fail(plan, [other for other, _ in self.pending])
@@ -86,7 +86,7 @@ def expected_ids(sequence):
 def assert_whole(driver, sequence):
     assert sequence.finish_reason == "length"
     assert driver.delivered.get(sequence, []) == expected_ids(sequence)
-    if sequence.score_prompt:
+    if sequence.scores_prompt:
         positions = [at for one, at in driver.scored.elements() if one is sequence]
         assert sorted(positions) == list(range(sequence.prompt_len - 1)), "each once"
 
@@ -110,7 +110,7 @@ def test_exactly_the_culprits_end(make_scheduler, make_sequence, pretend_device,
             f"s{index}",
             prompt_len=draw(st.integers(1, 20)),
             max_tokens=draw(st.integers(0, 12)),
-            score_prompt=draw(st.booleans()),
+            prompt_logprobs=draw(st.sampled_from([None, 0])),
             steps_in_bulk=draw(st.booleans()),
         )
         for index in range(draw(st.integers(1, 12), "sequences"))
@@ -149,7 +149,12 @@ def test_a_step_that_fails_once_ends_nobody(make_scheduler, make_sequence, prete
     accident = data.draw(st.integers(0, 12))
     driver = Driver(pretend_device(scheduler), accidents={accident})
     sequences = [
-        make_sequence(f"s{index}", prompt_len=1 + 3 * index, max_tokens=9, score_prompt=index == 2)
+        make_sequence(
+            f"s{index}",
+            prompt_len=1 + 3 * index,
+            max_tokens=9,
+            prompt_logprobs=0 if index == 2 else None,
+        )
         for index in range(data.draw(st.integers(1, 8)))
     ]
     for sequence in sequences:
@@ -214,7 +219,7 @@ def test_one_culprit_costs_a_logarithm(make_sequence, num_rows):
         while True:
             quarantine.advance()
             rows = [
-                PlannedRow(one, 0, 0, 5, (1,) * 5, samples=True)
+                PlannedRow(one, 0, 0, 5, (1,) * 5, num_sampled=1)
                 for one in sequences
                 if quarantine.allows(one) and one.status is not SequenceStatus.FINISHED
             ]
