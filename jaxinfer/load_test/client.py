@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,7 +111,7 @@ class LoadClient:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        async with self._session.post(f"{self._target.url}/v1/completions", json=body) as response:
+        async with self._answer(body) as response:
             if response.status != 200:
                 raise _StreamError(str(response.status), _said(await response.text()))
             is_complete = False
@@ -124,6 +125,24 @@ class LoadClient:
             raise _StreamError("incomplete", "the stream ended without [DONE]")
         # Without usage, events are all there is to count.
         record.output_tokens = record.output_tokens or len(record.token_s)
+
+    @contextlib.asynccontextmanager
+    async def _answer(self, body: dict[str, Any]) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Sends a request, once more where nothing came back: its connection may have been old.
+
+        Servers close those that were kept since the last answer when they like.
+        """
+        url = f"{self._target.url}/v1/completions"
+        async with contextlib.AsyncExitStack() as stack:
+            try:
+                response = await self._session.post(url, json=body)
+            except aiohttp.ClientConnectorError:
+                raise  # there was none
+            except aiohttp.ClientConnectionError:
+                # Of a session of its own: others that were kept may be closed as well.
+                session = await stack.enter_async_context(_session(self._session.headers))
+                response = await session.post(url, json=body)
+            yield await stack.enter_async_context(response)
 
     def _take(self, event: Any, record: RequestRecord) -> None:
         if not isinstance(event, dict):
@@ -142,10 +161,14 @@ class LoadClient:
 
 def make_session(api_key: str | None) -> aiohttp.ClientSession:
     """Returns a session with as many connections as requests are open, and no timeouts."""
+    return _session({} if api_key is None else {"Authorization": f"Bearer {api_key}"})
+
+
+def _session(headers: Mapping[str, str]) -> aiohttp.ClientSession:
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0),
         timeout=aiohttp.ClientTimeout(total=None),
-        headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"},
+        headers=headers,
         read_bufsize=_LONGEST_LINE,
     )
 
