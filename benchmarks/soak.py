@@ -16,28 +16,38 @@ import asyncio
 import json
 import random
 import sys
+import tempfile
 import time
 import traceback
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-sys.path.insert(1, str(Path(__file__).resolve().parent.parent / "tests"))
 
 import aiohttp
-from serve_process import ServeProcess
 from soak_answers import (
     Answer,
     Difference,
     QueueFull,
     Wrong,
+    check_room,
     compare,
     draw_gap,
     drawn,
     gap_between,
     greedy_gap,
     ids_by_name,
+)
+from soak_metrics import (
+    COMPILATIONS,
+    FAILED_STEPS,
+    MUST_HAPPEN,
+    PAGES,
+    RSS,
+    RUNNING,
+    WAITING,
+    metrics,
 )
 from soak_rules import error_lines, rss_growth, violations
 from soak_traffic import (
@@ -54,24 +64,17 @@ from soak_traffic import (
 )
 
 from jaxinfer.load_test.client import make_session
+from jaxinfer.load_test.spawn import spawned_server
 
 NUM_CLIENTS, NUM_CASES = 20, 64
 WAVE_S, PROGRESS_S = 10.0, 20.0
 ANSWER_S, DRAIN_S = 300.0, 60.0
+SCRIPT = str(Path(__file__).resolve().parent.parent / "serve.py")
 SERVER_FLAGS = (
     *("--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", "8", "--num-pages", "48"),
     *("--max-num-batched-tokens", "128", "--max-queued-requests", "12", "--speculation", "ngram"),
     *("--max-body-bytes", str(MAX_BODY_BYTES), "--shutdown-timeout", "5"),
 )
-RUNNING, WAITING = "vllm:num_requests_running", "vllm:num_requests_waiting"
-PAGES, RSS = "vllm:kv_cache_usage_perc", "process_resident_memory_bytes"
-COMPILATIONS = 'xla_compilations_total{phase="after_warmup"}'
-FAILED_STEPS = "jaxinfer_failed_steps_total"
-MUST_HAPPEN = {
-    "preemptions": "vllm:num_preemptions_total",
-    "cached_tokens": "vllm:prefix_cache_hits_total",
-    "accepted_drafts": "vllm:spec_decode_num_accepted_tokens_total",
-}
 
 
 class Soak:
@@ -84,7 +87,7 @@ class Soak:
       rss: (seconds since the start, bytes).
     """
 
-    def __init__(self, server: ServeProcess, session: aiohttp.ClientSession, seed: int) -> None:
+    def __init__(self, url: str, session: aiohttp.ClientSession, seed: int) -> None:
         self.rng = random.Random(seed)
         self.cases = cases(self.rng, NUM_CASES)
         self.solo: list[Answer] = []
@@ -94,7 +97,7 @@ class Soak:
         self.largest_error = 0.0
         self.tolerance = 0.0
         self.rss: list[tuple[float, float]] = []
-        self._server = server
+        self._url = url
         self._session = session
         self._num_active = NUM_CLIENTS
         self._ends = 0.0
@@ -102,7 +105,7 @@ class Soak:
 
     async def metrics(self) -> dict[str, float]:
         """The server's metrics."""
-        return await asyncio.to_thread(self._server.metrics)
+        return await metrics(self._session, self._url)
 
     async def ask_alone(self) -> None:
         """Gets each case's answer while nothing else runs."""
@@ -229,12 +232,10 @@ class Soak:
         """
         headers = {"Content-Type": "application/json"}
         async with self._session.post(
-            self._server.url + bad.path, data=bad.data, headers=headers
+            self._url + bad.path, data=bad.data, headers=headers
         ) as response:
-            text = await response.text()
-            status = response.status
-            if status == 429 and response.headers.get("Retry-After"):
-                raise QueueFull
+            check_room(response)
+            status, text = response.status, await response.text()
         error = json.loads(text).get("error", {})
         if (status, error.get("code")) != (bad.status, bad.code) or not error.get("message"):
             raise Wrong(f"{bad.name} got {status} {text[:200]}, not {bad.status} {bad.code}")
@@ -242,7 +243,7 @@ class Soak:
 
     async def _look(self) -> None:
         """What operators do beside: another endpoint, or an empty cache."""
-        url, kind = self._server.url, self.rng.random()
+        url, kind = self._url, self.rng.random()
         if kind < 0.1:
             request = self._session.post(f"{url}/reset_prefix_cache")
         elif kind < 0.5:
@@ -266,7 +267,7 @@ class Soak:
         answer = Answer()
         try:
             async with asyncio.timeout(ANSWER_S):
-                url = self._server.url + path
+                url = self._url + path
                 return answer, await answer.fetch(self._session, url, body, num_events)
         except TimeoutError:
             raise Wrong(f"no complete answer after {ANSWER_S:.0f} s: {body}") from None
@@ -285,7 +286,7 @@ class Soak:
                 "logprobs": 20,
                 "return_token_ids": True,
             }
-            async with self._session.post(self._server.url + COMPLETIONS, json=body) as response:
+            async with self._session.post(self._url + COMPLETIONS, json=body) as response:
                 found = await response.json()
             [top] = found["choices"][0]["logprobs"]["top_logprobs"]
             if case.is_greedy and not case.has_grammar:
@@ -311,10 +312,10 @@ async def drained(soak: Soak) -> dict[str, float]:
         await asyncio.sleep(0.2)
 
 
-async def soaked(server: ServeProcess, args: argparse.Namespace) -> dict[str, Any]:
+async def soaked(url: str, args: argparse.Namespace) -> dict[str, Any]:
     """Runs it all, and returns what was found."""
     async with make_session(None) as session:
-        soak = Soak(server, session, args.seed)
+        soak = Soak(url, session, args.seed)
         soak.tolerance = args.tolerance
         before = await soak.metrics()
         for bad in soak.bad:
@@ -325,7 +326,8 @@ async def soaked(server: ServeProcess, args: argparse.Namespace) -> dict[str, An
         after = await drained(soak)
         gaps = await soak.explain(args.model)
     await asyncio.sleep(1)  # until the server knows that our connections are closed
-    open_files = (await soak.metrics())["process_open_fds"]
+    async with make_session(None) as session:
+        open_files = (await metrics(session, url))["process_open_fds"]
     first, last = rss_growth(soak.rss, 60 * args.minutes)
     return {
         "minutes": args.minutes,
@@ -345,18 +347,33 @@ async def soaked(server: ServeProcess, args: argparse.Namespace) -> dict[str, An
     }
 
 
+def result(flags: list[str], args: argparse.Namespace, log: IO[bytes]) -> dict[str, Any]:
+    """Starts a server, runs it all and stops it; returns what was found, its log's faults too."""
+    found: dict[str, Any] = {}
+    command, env = (sys.executable, SCRIPT), {"XLA_FLAGS": ""}
+    try:
+        with spawned_server(flags, command, env, log, ends_well=True) as url:
+            found = asyncio.run(soaked(url, args))
+    except Exception as error:  # a server that died, or did not exit with 0
+        traceback.print_exc()
+        found["violations"] = [f"it ended early: {error!r}"]
+    log.seek(0)
+    lines = log.read().decode(errors="replace").splitlines()
+    if "violations" in found:
+        return {**found, "log": lines[-20:]}
+    found["log_errors"] = error_lines(lines)
+    warnings = Counter(line.split(" WARNING ")[1] for line in lines if " WARNING " in line)
+    found["log_warnings"] = dict(warnings.most_common(5))
+    return {**found, "violations": violations(found, args.tolerance)}
+
+
 def main() -> int:
     """Prints progress, what was found, and one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default=None, help="default: SmolLM2-135M-Instruct")
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--tolerance",
-        type=float,
-        default=1e-4,
-        help="of log-probabilities, and of what counts as a tie",
-    )
+    parser.add_argument("--tolerance", type=float, default=1e-4, help="of log-probabilities, ties")
     parser.add_argument(
         "--no-exact", action="store_true", help="serve without --exact; needs more --tolerance"
     )
@@ -366,19 +383,8 @@ def main() -> int:
     flags = [*SERVER_FLAGS, *([] if args.no_exact else ["--exact"]), *args.server_flags]
     if args.model is not None:
         flags += ["--model", args.model]
-    server = ServeProcess(*flags)
-    try:
-        with server:
-            found = asyncio.run(soaked(server, args))
-        found["log_errors"] = error_lines(server.log)
-        warnings = Counter(line.split(" WARNING ")[1] for line in server.log if " WARNING " in line)
-        found["log_warnings"] = dict(warnings.most_common(5))
-        found["violations"] = violations(found, args.tolerance)
-    except Exception as error:  # a server that died, or did not exit with 0
-        traceback.print_exc()
-        found = {"violations": [f"it ended early: {error!r}"], "log": server.log[-20:]}
-    if args.log is not None:
-        args.log.write_text(server.text + "\n", encoding="utf-8")
+    with args.log.open("w+b") if args.log else tempfile.TemporaryFile() as log:
+        found = result(flags, args, log)
     for broken in found["violations"]:
         print(f"BROKEN: {broken}")
     print(json.dumps(found))

@@ -21,6 +21,12 @@ class QueueFull(Exception):
     """The server answered 429."""
 
 
+def check_room(response: aiohttp.ClientResponse) -> None:
+    """Raises QueueFull if the server asks to be asked later."""
+    if response.status == 429 and response.headers.get("Retry-After"):
+        raise QueueFull
+
+
 @dataclass
 class Choice:
     """One completion as a client has it so far.
@@ -91,8 +97,7 @@ class Answer:
           Wrong: it is no answer.
         """
         async with session.post(url, json=body) as response:
-            if response.status == 429 and response.headers.get("Retry-After"):
-                raise QueueFull
+            check_room(response)
             if response.status != 200:
                 raise Wrong(f"{response.status}: {(await response.text())[:300]}: {body}")
             if not body.get("stream"):

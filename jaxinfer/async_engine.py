@@ -19,7 +19,7 @@ from jaxinfer.open_requests import OpenRequests
 from jaxinfer.outputs import OutputDelta
 from jaxinfer.request import EngineDeadError, EngineRequest, QueueFullError
 from jaxinfer.runner import host_memory
-from jaxinfer.startup import LoadedEngine, expected_name, load_engine, settle
+from jaxinfer.startup import LoadedEngine, expected_name, load_engine
 from jaxinfer.text.chat_template import ChatTemplate
 from jaxinfer.text.tokenizer import Tokenizer
 from jaxinfer.watchdog import Watchdog
@@ -96,6 +96,7 @@ class AsyncEngine:
     def _start(self, loaded: LoadedEngine) -> None:
         with self._idle:
             if self.state != "loading":
+                loaded.engine.runner.settle()
                 raise EngineDeadError("the engine was closed while it was loading")
             self._loaded = loaded
             stats = self._stats = loaded.engine.stats()
@@ -137,12 +138,13 @@ class AsyncEngine:
         if self.is_hung:
             return  # the thread still holds the model
         self._thread.join()
-        self._loaded = None
+        loaded, self._loaded = self._loaded, None
+        if loaded is not None:  # else another thread has closed it
+            loaded.engine.runner.settle()
         gc.unfreeze()
 
     def free(self) -> None:
         """Gives back what is left of a closed engine: 400 of the 430 MB of gemma-3-270m are."""
-        settle()
         collect_unused()
         host_memory.trim()
 

@@ -9,9 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from threading import Thread
 from typing import Any
-from weakref import WeakSet
 
 from tqdm import tqdm
 
@@ -197,10 +195,7 @@ def assemble_engine(
             fill()
             pool.result()
         runner.take_weights(model)
-    # Nothing waits for it: what runs meanwhile finds the same numbers.
-    thread = Thread(target=runner.use_huge_pages, name="jaxinfer-huge-pages")
-    _settling.add(thread)
-    thread.start()
+    runner.use_huge_pages()
     tables = PageTables(
         [GroupSpec(runner.config.num_pages, group.window) for group in groups],
         runner.config.cache.page_size,
@@ -215,15 +210,6 @@ def assemble_engine(
         eos_token_ids,
         config.max_queued_requests,
     )
-
-
-_settling: WeakSet[Thread] = WeakSet()
-
-
-def settle() -> None:
-    """Waits for what start-up has left running, which holds the engines that it was for."""
-    for thread in list(_settling):
-        thread.join()
 
 
 def cache_spec(config: EngineConfig, model: CausalLM) -> CacheSpec:

@@ -245,7 +245,7 @@ def small(monkeypatch):
 
 async def test_a_short_soak(server, small):
     async with make_session(None) as session:
-        found = soak.Soak(server, session, 1)
+        found = soak.Soak(server.url, session, 1)
         found.tolerance = 1e-4
         for bad in found.bad:
             await found.check_refused(bad)
@@ -265,7 +265,7 @@ async def test_a_short_soak(server, small):
 async def test_a_planted_difference_is_found_and_no_tie(server, small, monkeypatch):
     monkeypatch.setattr(soak, "ids_by_name", lambda model: NAMES)
     async with make_session(None) as session:
-        found = soak.Soak(server, session, 1)
+        found = soak.Soak(server.url, session, 1)
         found.tolerance = 1e-4
         await found.ask_alone()
         for number, index in ((0, 1), (1, 0)):  # the greedy one and the seeded one
@@ -292,7 +292,7 @@ async def test_a_draw_follows_from_its_seed_and_place(server, small):
     """What the soak says of ties is what the engine does: the same number, the same edges."""
     case = small[1]
     async with make_session(None) as session:
-        found = soak.Soak(server, session, 1)
+        found = soak.Soak(server.url, session, 1)
         alone, _ = await found.ask(case.path, traffic.solo(case))
         ids = alone.choices[0].ids
         for at in range(8):

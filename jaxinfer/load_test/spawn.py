@@ -25,6 +25,8 @@ def spawned_server(
     command: Sequence[str] | None = None,
     env: Mapping[str, str] | None = None,
     log: IO[bytes] | None = None,
+    *,
+    ends_well: bool = False,
 ) -> Iterator[str]:
     """Starts a server on a free port, yields its URL when it is ready, and stops it.
 
@@ -33,9 +35,10 @@ def spawned_server(
       command: another program that takes these two and has /health; None is ours.
       env: variables beside our own.
       log: where its standard error goes; None is ours.
+      ends_well: whether it must exit with 0 when it is told to stop.
 
     Raises:
-      ValueError: it ended before it was ready, or takes too long.
+      ValueError: it ended before it was ready, takes too long, or did not end well.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -59,6 +62,8 @@ def spawned_server(
         except subprocess.TimeoutExpired:
             server.kill()
             server.wait()
+    if ends_well and server.returncode:
+        raise ValueError(f"the server ended with exit code {server.returncode}")
 
 
 def _wait_until_ready(server: subprocess.Popen[bytes], url: str) -> None:

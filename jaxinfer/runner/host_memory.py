@@ -9,8 +9,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
+import jax
 import jaxlib
 
 _M_ARENA_MAX = -8
@@ -55,6 +57,21 @@ def forget_compiler() -> None:
         if permissions == "r-xp" and code in line:
             begin, end = (int(address, 16) for address in region.split("-"))
             madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)
+
+
+def start_moving(arrays: Iterable[jax.Array]) -> Thread:
+    """Starts a thread that moves a CPU's arrays to huge pages, and holds them meanwhile.
+
+    Nothing need wait for it: what runs in the meantime finds the same numbers.
+    """
+    shards = [shard.data for array in arrays for shard in array.addressable_shards]
+
+    def move() -> None:
+        use_huge_pages((shard.unsafe_buffer_pointer(), shard.nbytes) for shard in shards)
+
+    thread = Thread(target=move, name="jaxinfer-huge-pages")
+    thread.start()
+    return thread
 
 
 def use_huge_pages(buffers: Iterable[tuple[int, int]]) -> int:

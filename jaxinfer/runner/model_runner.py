@@ -105,6 +105,7 @@ class ModelRunner:
         self._masks = MaskBuffers(most_rows, vocab_size, self._spec.replicated)
         self._state: DeviceState
         self._state_lock = threading.Lock()  # programs are first run by several threads
+        self._mover: threading.Thread | None = None
 
     # Start-up.
 
@@ -228,12 +229,14 @@ class ModelRunner:
         self._params = tuple(jax.tree.leaves(weights))
 
     def use_huge_pages(self) -> None:
-        """Moves the weights to huge pages where a CPU reads them."""
+        """Starts to move the weights to huge pages where a CPU reads them."""
         if self.platform == "cpu":
-            shards = [shard.data for leaf in self._params for shard in leaf.addressable_shards]
-            host_memory.use_huge_pages(
-                (shard.unsafe_buffer_pointer(), shard.nbytes) for shard in shards
-            )
+            self._mover = host_memory.start_moving(self._params)
+
+    def settle(self) -> None:
+        """Waits for what runs beside steps: while it does, the weights cannot be freed."""
+        if self._mover is not None:
+            self._mover.join()
 
     def run_empty(self, kind: str, rung: int) -> None:
         """Runs a program on no rows, which changes nothing."""

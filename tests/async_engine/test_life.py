@@ -122,10 +122,9 @@ def test_a_failed_load_is_dead(monkeypatch):
 def test_freed_engines_leave_nothing_behind(monkeypatch):
     """Not even those that are given up while start-up still moves their weights."""
 
-    def slow(runner):
-        time.sleep(0.5)
-
-    monkeypatch.setattr("jaxinfer.runner.model_runner.ModelRunner.use_huge_pages", slow)
+    monkeypatch.setattr(
+        "jaxinfer.runner.host_memory.use_huge_pages", lambda buffers: time.sleep(0.5)
+    )
     left, counts = [], []
     for _ in range(3):
         engine = AsyncEngine.from_loaded(build())
