@@ -1,108 +1,32 @@
 """Completions that must match a grammar: they do, whatever else runs, and others do not notice."""
 
-import dataclasses
-import json
 import re
 
 import jax
 import numpy as np
 import pytest
 from engine.builders import EOS, NUM_ROWS, SPECULATION, run_requests, run_schedule
-from engine.test_isolation import WHERE, Faults
+from engine.grammars import (
+    FREE,
+    GRAMMARS,
+    PATTERN,
+    assert_all,
+    assert_matching,
+    constrained,
+    mixed,
+    only,
+    texts,
+)
 
-from jaxinfer.constraints import GrammarMatcher
 from jaxinfer.grammar import Grammar
 from jaxinfer.request import EngineRequest
-from jaxinfer.sampling_params import InvalidParameter, SamplingParams
+from jaxinfer.sampling_params import SamplingParams
 
 MODELS = pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])
-COMPACT = {"whitespace_flexible": False, "whitespace_pattern": None}
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "age": {"type": "integer", "minimum": -50, "maximum": 999},
-        "size": {"enum": ["s", "m", "xxl"]},
-        "tags": {"type": "array", "items": {"type": "boolean"}, "maxItems": 3},
-    },
-    "required": ["age", "size", "tags"],
-    "additionalProperties": False,
-    "x-guidance": COMPACT,
-}
-PATTERN = r"[a-f]{3,9}-\d"
-CHOICES = ("yes", "no", "no way")
-
-
-def is_valid(text):
-    value = json.loads(text)
-    return (
-        list(value) == ["age", "size", "tags"]
-        and -50 <= value["age"] <= 999
-        and value["size"] in ("s", "m", "xxl")
-        and len(value["tags"]) <= 3
-        and all(isinstance(tag, bool) for tag in value["tags"])
-    )
-
-
-GRAMMARS = {
-    "json_schema": (Grammar("json_schema", SCHEMA), is_valid),
-    "regex": (Grammar("regex", PATTERN), lambda text: re.fullmatch(PATTERN, text)),
-    "choice": (Grammar("choice", CHOICES), lambda text: text in CHOICES),
-    "lark": (
-        Grammar("lark", 'start: "<" num ("," num){1,3} ">"\nnum: /[0-9]{1,3}/'),
-        lambda text: re.fullmatch(r"<\d{1,3}(,\d{1,3}){1,3}>", text),
-    ),
-    "gbnf": (
-        Grammar("lark", 'root ::= "a" [0-9]+ "b" | "c"'),
-        lambda text: re.fullmatch(r"a[0-9]+b|c", text),
-    ),
-}
-FREE = {"max_tokens": 24, "ignore_eos": True}
 _events: list[str] = []
 jax.monitoring.register_event_duration_secs_listener(
     lambda event, _, **__: _events.append(event) if event.startswith("/jax/core/compile") else None
 )
-
-
-def constrained(name, seed, **params):
-    """Settings of a completion with one of the grammars, greedy or seeded."""
-    draws = {"temperature": 0.0} if seed is None else {"temperature": 1.0, "seed": seed}
-    return {"max_tokens": 80, "grammar": GRAMMARS[name][0], **draws, **params}
-
-
-def mixed(prompt, count=15):
-    """Requests of all kinds, every third without a grammar."""
-    requests = []
-    for index in range(count):
-        seed = None if index % 2 else index
-        if index % 3 == 2:
-            params = {**FREE, "temperature": 0.0 if seed is None else 1.0, "seed": index}
-        else:
-            name = list(GRAMMARS)[index % len(GRAMMARS)]
-            params = constrained(name, seed, n=3 if index % 4 == 1 else 1)
-        requests.append((prompt(2 + 7 * index % 50, index), params))
-    return requests
-
-
-def texts(outputs):
-    return [
-        [(one.text, one.token_ids, one.finish_reason, one.stop_reason) for one in output.outputs]
-        for output in outputs
-    ]
-
-
-def assert_matching(output, params):
-    check = {id(grammar): check for grammar, check in GRAMMARS.values()}[id(params["grammar"])]
-    for choice in output.outputs:
-        assert choice.finish_reason == "stop", choice
-        assert check(choice.text), choice.text
-
-
-def assert_all(outputs, requests):
-    for output, (_, params) in zip(outputs, requests, strict=True):
-        if "grammar" in params:
-            assert_matching(output, params)
-        else:
-            assert all(len(one.token_ids) == FREE["max_tokens"] for one in output.outputs)
 
 
 @MODELS
@@ -164,11 +88,6 @@ def test_requests_that_come_and_go(make_engine, prompt, depth):
 
 
 # Where a text ends.
-
-
-def only(engine, prompt_ids, params):
-    [output] = run_requests(engine, [(prompt_ids, params)])
-    return output.outputs[0]
 
 
 def test_it_ends_with_the_last_token_of_the_grammar(make_engine, prompt, depth):
@@ -251,116 +170,6 @@ def test_scoring_alone_samples_nothing(make_engine, prompt, depth):
     [output] = run_requests(engine, [(prompt(9), params)])
     assert output.outputs[0].finish_reason == "length"
     assert len(output.prompt_logprobs) == 9
-
-
-# What goes wrong.
-
-
-@pytest.mark.parametrize("method", ["fill", "advance"])
-@pytest.mark.parametrize("after", [0, 3])
-def test_a_matcher_that_fails_ends_its_completion(
-    make_engine, prompt, depth, monkeypatch, method, after
-):
-    engine = make_engine(pipeline_depth=depth)
-    requests = mixed(prompt, 6)
-    expected = texts(run_requests(engine, requests))
-    original, calls = getattr(GrammarMatcher, method), {}
-
-    def fail(self, argument):
-        calls[self] = calls.get(self, -1) + 1
-        if self is next(iter(calls)) and calls[self] == after:
-            raise ValueError("my password")
-        return original(self, argument)
-
-    monkeypatch.setattr(GrammarMatcher, method, fail)
-    outputs = run_requests(engine, requests)
-    failed = [one for output in outputs for one in output.outputs if one.finish_reason == "error"]
-    [choice] = failed
-    assert choice.error == "internal error (ValueError)"
-    assert len(choice.token_ids) <= after
-    [(where, index)] = [
-        (number, one.index)
-        for number, output in enumerate(outputs)
-        for one in output.outputs
-        if one is choice
-    ]
-    assert expected[where][index][0].startswith(choice.text)
-    for number, output in enumerate(outputs):
-        for one, wanted in zip(texts([output])[0], expected[number], strict=True):
-            assert one == wanted or one[2] == "error"
-
-
-def test_a_dead_end_says_so(make_engine, prompt, depth, monkeypatch):
-    """A mask without a token is the end of that completion: nothing is written without one."""
-    engine = make_engine(pipeline_depth=depth)
-    original = GrammarMatcher.fill
-
-    def no_more(self, mask):
-        if self._num_tokens == 2:
-            self._matcher = Dead()
-        original(self, mask)
-
-    monkeypatch.setattr(GrammarMatcher, "fill", no_more)
-    choice = only(engine, prompt(4), constrained("json_schema", None))
-    assert (choice.finish_reason, choice.text) == ("error", '{"')
-    assert choice.error == "by the grammar none of the model's tokens may come next"
-
-
-class Dead:
-    """A matcher of llguidance whose masks are empty."""
-
-    def unsafe_compute_mask_ptr(self, address, size):
-        np.ctypeslib.as_array((np.ctypeslib.ctypes.c_uint8 * size).from_address(address)).fill(0)
-
-    def is_error(self):
-        return False
-
-
-@pytest.mark.parametrize("where", WHERE)
-def test_steps_that_fail_run_again(make_engine, prompt, depth, monkeypatch, where):
-    engine = make_engine(pipeline_depth=depth, prefix_cache=True)
-    requests = mixed(prompt, 8)
-    expected = texts(run_requests(engine, requests))
-    engine.clear_prefix_cache()
-    faults = Faults(engine.runner, monkeypatch, where, accidents=(2, 9, 10, 30))
-    assert texts(run_requests(engine, requests)) == expected
-    assert faults.raised == 4
-
-
-@pytest.mark.parametrize("where", WHERE)
-def test_one_that_makes_steps_fail_ends_alone(make_engine, prompt, depth, monkeypatch, where):
-    engine = make_engine(pipeline_depth=depth)
-    requests = [(prompt(5 + i, i), constrained(name, i)) for i, name in enumerate(GRAMMARS)]
-    expected = texts(run_requests(engine, requests))
-    Faults(engine.runner, monkeypatch, where, culprits={"r1/0": 8})
-    outputs = run_requests(engine, requests)
-    assert outputs[1].outputs[0].finish_reason == "error"
-    for index in (0, 2, 3, 4):
-        assert texts(outputs)[index] == expected[index]
-
-
-def test_what_does_not_compile_is_refused(make_engine, prompt):
-    engine = make_engine()
-    params = SamplingParams(grammar=Grammar("regex", "(", param="guided_regex"))
-    request = EngineRequest("r", tuple(prompt(3)), params)
-    for refuse in (engine.check, engine.add):
-        with pytest.raises(InvalidParameter, match="unclosed group") as error:
-            refuse(request)
-        assert error.value.param == "guided_regex"
-    assert not engine.has_work
-
-
-def test_what_was_checked_is_not_compiled_again(make_engine, prompt, monkeypatch):
-    engine = make_engine()
-    params = SamplingParams(max_tokens=9, grammar=Grammar("choice", ("checked",)))
-    request = EngineRequest("r", tuple(prompt(3)), params)
-    engine.check(request)
-    monkeypatch.setattr(engine._admission, "_grammars", None)
-    engine.add(dataclasses.replace(request, priority=1))
-    text = ""
-    while engine.has_work:
-        text += "".join(delta.text for delta in engine.step())
-    assert text == "checked"
 
 
 # What it costs.

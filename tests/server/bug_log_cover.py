@@ -110,8 +110,8 @@ COVER = {
         "constraints/test_compiler.py::test_what_takes_too_long_is_refused_in_time",
         "constraints/test_compiler.py::test_few_are_kept_and_the_last_used_are",
         "constraints/test_isolation.py::test_the_memory_it_takes_is_limited",
-        "engine/test_grammars.py::test_a_matcher_that_fails_ends_its_completion",
-        "engine/test_grammars.py::test_a_dead_end_says_so",
+        "engine/test_grammar_faults.py::test_a_matcher_that_fails_ends_its_completion",
+        "engine/test_grammar_faults.py::test_a_dead_end_says_so",
     ],
     "B23": [
         f"{HERE}::test_b23_http_that_is_too_large_or_contradicts_itself",
