@@ -285,6 +285,7 @@ class ServerConfig:
     default_max_tokens: int | None = flag(
         None, "max_tokens of requests without one (default: 16 for completions, else the context)"
     )
+    seed: int | None = flag(None, "seed of requests without one (default: another for each)")
     max_body_bytes: int = flag(16 * 2**20, "largest request body, e.g. 16MiB", parse=parse_bytes)
     max_n: int = flag(128, "largest n of a request")
     max_prompts: int = flag(1024, "largest number of prompts in one completions request")
@@ -315,6 +316,8 @@ class ServerConfig:
         for name in ("default_max_tokens", "max_body_bytes", "max_prompts"):
             value = getattr(self, name)
             require(value is None or value >= 1, name, value, "must be at least 1")
+        seed = self.seed
+        require(seed is None or 0 <= seed < 2**63, "seed", seed, "must be 0 to 2^63 - 1")
         require(1 <= self.max_n <= 128, "max_n", self.max_n, "must be 1 to 128")
         timeout = self.request_timeout
         require(timeout is None or timeout > 0, "request_timeout", timeout, "must be above 0")

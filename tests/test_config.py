@@ -70,6 +70,8 @@ REFUSED = [
     (EngineConfig, {"step_timeout": -1.0}),
     (EngineConfig, {"step_timeout": float("nan")}),
     (ServerConfig, {"default_max_tokens": 0}),
+    (ServerConfig, {"seed": -1}),
+    (ServerConfig, {"seed": 2**63}),
     (ServerConfig, {"max_body_bytes": 0}),
     (ServerConfig, {"max_n": 129}),
     (ServerConfig, {"generation_config": "maybe"}),

@@ -40,7 +40,7 @@ def translate(arguments: list[str]) -> list[str]:
         "--port", "--host", "--alias", "--api-key", "--chat-template", "--chat-template-file",
     ):  # fmt: skip
         parser.add_argument(name)
-    for name in ("--ctx-size", "--parallel", "--n-predict"):
+    for name in ("--ctx-size", "--parallel", "--n-predict", "--seed"):
         parser.add_argument(name, type=int)
     given, _ = parser.parse_known_args(arguments)
     slots = given.parallel or 1
@@ -52,9 +52,10 @@ def translate(arguments: list[str]) -> list[str]:
         (given.host, "--host"),
         (given.api_key, "--api-key"),
         (given.n_predict, "--default-max-tokens"),
+        (given.seed, "--seed"),
         (given.chat_template or given.chat_template_file, "--chat-template"),
     ):
-        if value:
+        if value is not None:
             flags += [flag, str(value)]
     aliases = tuple(given.alias.split(",")) if given.alias else ()
     if COUNTS_MODELS not in os.environ.get("PYTEST_CURRENT_TEST", ""):

@@ -23,7 +23,7 @@ from agreed import HERE, Agreement, judge, run_pytest
 from jaxinfer.load_test.spawn import spawned_server
 
 # The suite's servers have a context of 1,000 tokens.
-FLAGS = ("--max-model-len", "1000", "--max-num-seqs", "16")
+FLAGS = ("--max-model-len", "1000", "--max-num-seqs", "16", "--seed", "0")
 
 
 def served_name(url: str) -> str:

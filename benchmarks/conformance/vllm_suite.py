@@ -62,6 +62,7 @@ def main() -> int:
     flags = ["--model", args.model, "--max-model-len", "8192", "--max-num-seqs", "32"]
     # Tools without a limit would be called with arguments that fill the context.
     flags += ["--default-max-tokens", "512"]
+    flags += ["--seed", "0"]  # as vLLM's server has by default: many tests sample without a seed
     for name in NAMES:
         flags += ["--served-model-name", name]
     with (

@@ -140,9 +140,8 @@ async def _admit(
 ) -> list[EngineRequest]:
     """Returns the engine requests; from here on nothing is wrong with what the client sent."""
     engine = request[MODEL].engine
-    seed = options.params.seed
-    if seed is None:
-        seed = secrets.randbits(63)
+    seeds = (options.params.seed, request.app[CONFIG].seed)
+    seed = next((one for one in seeds if one is not None), secrets.randbits(63))
     requests = []
     for number, prompt_ids in enumerate(prompts):
         if not prompt_ids:

@@ -63,6 +63,21 @@ async def test_choices_are_ordered_by_prompt_then_by_n(server, engine):
     assert seeds != {None}
 
 
+async def test_without_a_seed_each_request_gets_another(server, engine):
+    for _ in range(2):
+        await complete(server, prompt="ab")
+    first, second = (request.params.seed for request in engine.requests)
+    assert first != second
+
+
+async def test_the_operators_seed_is_that_of_requests_without_one(start, engine):
+    server = await start(seed=11)
+    for parameters in ({}, {"seed": 0}, {}):
+        await complete(server, prompt="ab", **parameters)
+    await server.post(CHAT, chat())
+    assert [request.params.seed for request in engine.requests] == [11, 0, 11, 11]
+
+
 async def test_scoring_as_lm_eval_asks_for_it(server):
     reply = await complete(
         server, prompt=[[104, 105, 106]], max_tokens=1, logprobs=1, echo=True, temperature=0, seed=1
