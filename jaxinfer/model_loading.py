@@ -35,6 +35,8 @@ from kernels.quantized_matmul.format import GROUP_SIZES
 
 logger = logging.getLogger(__name__)
 
+_NEVER_RUN = "the code that auto_map names is never run"
+
 
 def make_mesh(tensor_parallel: int, allow_fewer: bool = False) -> Mesh:
     """Returns the mesh (data, tensor) over the first devices of the default platform.
@@ -82,7 +84,7 @@ def prepare_model(config: EngineConfig, checkpoint: Checkpoint, progress: bool) 
     Raises:
       ValueError: the checkpoint or the configuration cannot be used.
     """
-    module = load_model_module(checkpoint.model_type)
+    module = _family(checkpoint)
     model_config = module.Config.from_hf(checkpoint.hf_config)
     mesh = make_mesh(config.tensor_parallel, config.allow_fewer_devices)
     platform = mesh.devices.flat[0].platform
@@ -106,6 +108,18 @@ def prepare_model(config: EngineConfig, checkpoint: Checkpoint, progress: bool) 
     with _naming(checkpoint):
         abstract_weights(model, module, {name: info.codes for name, info in infos.items()})
     return PreparedModel(model, groups, fill, config.quant)
+
+
+def _family(checkpoint: Checkpoint) -> ModuleType:
+    """Returns our code for the model; a checkpoint may ask for code of its own, in vain."""
+    asks = "auto_map" in checkpoint.hf_config
+    try:
+        module = load_model_module(checkpoint.model_type)
+    except ValueError as error:
+        raise ValueError(f"{error}; {_NEVER_RUN}") if asks else error from None
+    if asks:
+        logger.warning("%s/config.json: %s", checkpoint.path, _NEVER_RUN)
+    return module
 
 
 def load_model(

@@ -5,10 +5,10 @@ import json
 import logging
 
 import jax
-import ml_dtypes
 import numpy as np
 import pytest
 from checkpoint.builders import STRING, safetensors_bytes, tiny_gguf
+from checkpoint.tiny_directory import CONFIG, tiny_tensors, write_model
 
 from jaxinfer import cli, convert
 from jaxinfer.checkpoint import open_checkpoint
@@ -16,68 +16,12 @@ from jaxinfer.checkpoint.checkpoint import CheckpointError
 from jaxinfer.checkpoint.safetensors_writer import Entry, SafetensorsWriter
 from jaxinfer.config import ConfigError, EngineConfig
 from jaxinfer.model_loading import load_model
-from jaxinfer.models import load_model_module
 from jaxinfer.quantization import SCHEMES, tensor_format
 from jaxinfer.quantized_array import QuantizedArray
 from jaxinfer.runner.loader import parameters
-from jaxinfer.testing import byte_tokenizer
 from jaxinfer.text.tokenizer import load_tokenizer
 
-CONFIG = load_model_module("llama").TINY_HF_CONFIG | {
-    "vocab_size": 96,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 1,
-    "attention_bias": False,
-    "mlp_bias": False,
-    "torch_dtype": "bfloat16",
-}
 TARGETS = (*SCHEMES, "bitsandbytes-nf4")
-
-
-def tiny_tensors(config=CONFIG):
-    """Random bfloat16 tensors of a llama with one layer, by name."""
-    hidden, inner, vocab = (config[k] for k in ("hidden_size", "intermediate_size", "vocab_size"))
-    heads, kv_heads = (
-        config[name] * config["head_dim"] for name in ("num_attention_heads", "num_key_value_heads")
-    )
-    shapes = {
-        "model.embed_tokens": (vocab, hidden),
-        "model.norm": (hidden,),
-        "lm_head": (vocab, hidden),
-    }
-    layer = {
-        "self_attn.q_proj": (heads, hidden),
-        "self_attn.k_proj": (kv_heads, hidden),
-        "self_attn.v_proj": (kv_heads, hidden),
-        "self_attn.o_proj": (hidden, heads),
-        "mlp.gate_proj": (inner, hidden),
-        "mlp.up_proj": (inner, hidden),
-        "mlp.down_proj": (hidden, inner),
-        "input_layernorm": (hidden,),
-        "post_attention_layernorm": (hidden,),
-    }
-    shapes |= {f"model.layers.0.{name}": shape for name, shape in layer.items()}
-    if config["tie_word_embeddings"]:
-        del shapes["lm_head"]
-    rng = np.random.default_rng(11)
-    return {
-        f"{name}.weight": (rng.standard_normal(shape) / 8).astype(ml_dtypes.bfloat16)
-        for name, shape in shapes.items()
-    }
-
-
-def write_model(path, config=CONFIG):
-    """A model directory with a tokenizer, as the hub would have it."""
-    path.mkdir()
-    (path / "config.json").write_text(json.dumps(config))
-    (path / "generation_config.json").write_text('{"temperature": 0.5}')
-    (path / "model.safetensors").write_bytes(safetensors_bytes(tiny_tensors(config)))
-    (path / "tokenizer.json").write_text(byte_tokenizer().to_json())
-    (path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
-    (path / "chat_template.jinja").write_text("{{ messages }}")
-    (path / "pytorch_model.bin").write_bytes(b"pickle")
-    return path
 
 
 @pytest.fixture(scope="module")

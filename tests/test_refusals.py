@@ -1,12 +1,14 @@
 """What `serve.py` and `bench` refuse to start with: quickly, and in one sentence."""
 
 import json
+import pickle
 import re
 import socket
 import time
 
 import pytest
 from checkpoint.builders import STRING, tiny_gguf
+from checkpoint.tiny_directory import add_remote_code, pickle_that_makes, write_model
 from command import run
 
 pytestmark = pytest.mark.slow
@@ -68,9 +70,22 @@ def test_a_model_that_is_nowhere():
 
 
 def test_pickles(tmp_path):
+    trace = tmp_path / "trace"
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    (tmp_path / "pytorch_model.bin").write_bytes(pickle_that_makes(trace))
     assert "pickled weights" in refusal("--model", str(tmp_path))
+    assert not trace.exists()
+    pickle.loads((tmp_path / "pytorch_model.bin").read_bytes()).close()
+    assert trace.exists(), "this pickle would have said that it was loaded"
+
+
+def test_a_family_that_is_code_of_the_checkpoint(tmp_path):
+    trace = tmp_path / "trace"
+    path = add_remote_code(write_model(tmp_path / "model"), trace, model_type="tiny_custom")
+    sentence = refusal("--model", str(path))
+    assert "'tiny_custom' is not supported" in sentence
+    assert "the code that auto_map names is never run" in sentence
+    assert not trace.exists()
 
 
 @pytest.mark.parametrize(

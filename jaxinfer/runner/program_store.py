@@ -7,6 +7,7 @@ import hashlib
 import logging
 import os
 import pickle
+import stat
 import tempfile
 import time
 from collections.abc import Sequence
@@ -28,7 +29,8 @@ class ProgramStore:
     """One engine's programs, compiled by this process or an earlier one.
 
     jax's own cache wants a program that was traced and lowered to look for it, which takes most of
-    a warm start. Like that one, a folder of these holds machine code: it must be the user's own.
+    a warm start. Like that one, a folder of these holds machine code: it must be the user's own,
+    and a file that anybody else could have written is left alone.
 
     Args:
       folder: where they are.
@@ -46,8 +48,13 @@ class ProgramStore:
         """Returns a program that was compiled before, or None."""
         path = self._path(name)
         try:
-            checksum, _, data = path.read_bytes().partition(b"\n")
+            with path.open("rb") as file:
+                is_own = _is_own(os.fstat(file.fileno()))
+                checksum, _, data = file.read().partition(b"\n")
         except OSError:
+            return None
+        if not is_own:
+            logger.warning("%s could be anybody's: it is compiled again", path)
             return None
         if checksum != _checksum(data):
             logger.warning("%s is damaged: it is compiled again", path)
@@ -77,7 +84,7 @@ class ProgramStore:
         return self._folder / f"{self._digest}-{name}.program"
 
     def _write(self, name: str, data: bytes) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         # Others may read while this writes.
         with tempfile.NamedTemporaryFile(dir=self._folder, delete=False) as file:
             file.write(_checksum(data) + b"\n" + data)
@@ -86,6 +93,13 @@ class ProgramStore:
             with contextlib.suppress(OSError):
                 if time.time() - path.stat().st_mtime > KEPT_S:
                     path.unlink()
+
+
+def _is_own(status: os.stat_result) -> bool:
+    """Whether a file is this user's or the administrator's, and not for everybody to write."""
+    if not hasattr(os, "getuid"):
+        return True
+    return status.st_uid in (0, os.getuid()) and not status.st_mode & stat.S_IWOTH
 
 
 def _checksum(data: bytes) -> bytes:

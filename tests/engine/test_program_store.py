@@ -7,6 +7,7 @@ import time
 import jax
 import numpy as np
 import pytest
+from checkpoint.tiny_directory import pickle_that_makes
 from tiny_engine import EOS, tiny_model
 
 from jaxinfer import compilation_cache
@@ -99,6 +100,25 @@ def test_what_is_damaged_is_compiled_again(cache, first, damage, monkeypatch, ca
     assert str(path) in caplog.text
     forbid_tracing(monkeypatch)
     assert answer(start()) == first
+
+
+def test_what_others_could_have_written_is_compiled_again(cache, first, tmp_path, caplog):
+    path, trace = files(cache)[0], tmp_path / "trace"
+    data = pickle_that_makes(trace)
+    path.write_bytes(program_store._checksum(data) + b"\n" + data)
+    path.chmod(0o666)
+    assert answer(start()) == first
+    assert f"{path} could be anybody's" in caplog.text
+    assert not trace.exists()
+
+
+@pytest.mark.parametrize(
+    ("uid", "mode", "is_own"),
+    [(0, 0o644, True), (7, 0o600, True), (7, 0o602, False), (8, 0o600, False)],
+)
+def test_whose_a_file_is(uid, mode, is_own, monkeypatch):
+    monkeypatch.setattr(os, "getuid", lambda: 7)
+    assert program_store._is_own(os.stat_result((mode, 0, 0, 1, uid, *[0] * 5))) == is_own
 
 
 def test_a_folder_that_cannot_be_written_costs_only_time(first, monkeypatch, caplog):

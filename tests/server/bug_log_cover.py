@@ -128,6 +128,9 @@ COVER = {
         f"{HERE}::test_b24_nothing_is_fetched_for_a_request",
         f"{HERE}::test_b24_the_address_is_local_by_default",
         "test_refusals.py::test_pickles",
+        "test_refusals.py::test_a_family_that_is_code_of_the_checkpoint",
+        "test_remote_code.py::test_our_own_family_answers_and_the_code_is_never_run",
+        "engine/test_program_store.py::test_what_others_could_have_written_is_compiled_again",
         "checkpoint/test_hub.py::test_neither_path_nor_hub_id",
     ],
 }
