@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import gc
 import itertools
 import threading
 import time
@@ -65,8 +66,10 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Frees the model; the object cannot be used afterwards."""
+        """Gives the model's memory back; the object cannot be used afterwards."""
         self._engine.close()
+        self._engine.free()
+        gc.unfreeze()  # what is alive now is the caller's, to be collected like anything else
 
     @property
     def tokenizer(self) -> Tokenizer:

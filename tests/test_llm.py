@@ -21,8 +21,9 @@ GREEDY = {"temperature": 0.0, "ignore_eos": True}
 @pytest.fixture
 def llm():
     loaded = shared()
-    with LLM.from_engine(AsyncEngine.from_loaded(loaded)) as llm:
-        yield llm
+    llm = LLM.from_engine(AsyncEngine.from_loaded(loaded))
+    yield llm
+    llm.engine.close()  # not the memory: this engine is shared
     empty(loaded.engine)
 
 

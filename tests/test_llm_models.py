@@ -8,6 +8,7 @@ import weakref
 from pathlib import Path
 
 import pytest
+from command import run
 from tiny_engine import build, empty, shared
 
 import jaxinfer
@@ -73,8 +74,28 @@ def test_closing_frees_weights_and_pool():
     kept = [weakref.ref(llm.engine.loaded.engine), weakref.ref(llm.engine.loaded.engine.runner)]
     kv = weakref.ref(llm.engine.loaded.engine.runner._state.kv[0])
     llm.close()
-    gc.collect()
     assert [reference() for reference in (*kept, kv)] == [None, None, None]
+    assert gc.get_freeze_count() == 0
+
+
+@pytest.mark.slow
+@pytest.mark.real_model
+def test_closing_gives_memory_back_to_the_system(smollm2_path):
+    """In a process of its own: what other tests hold is in this one's memory."""
+    script = f"""
+import jaxinfer
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+llm = jaxinfer.LLM({str(smollm2_path)!r}, max_num_seqs=4, max_model_len=512)
+llm.generate("The capital of France is", max_tokens=4, temperature=0, progress=False)
+loaded = resident()
+llm.close()
+print(loaded - resident())
+"""
+    result = run("-c", script)
+    assert result.returncode == 0, result.stderr
+    assert int(result.stdout) > smollm2_path.stat().st_size * 0.9
 
 
 @pytest.mark.slow
