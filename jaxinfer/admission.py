@@ -112,6 +112,13 @@ class Admission:
                 "context_length_exceeded",
             )
         request.params.validate_for(self._vocab_size)
+        if request.params.n > self._max_queued_requests:
+            raise InvalidParameter(
+                "n",
+                f"n is {request.params.n}, but at most {self._max_queued_requests} completions may "
+                "be waiting here",
+                "integer_above_max_value",
+            )
         if request.params.speculation and not self._scheduler.limits.num_draft_tokens:
             raise InvalidParameter(
                 "speculation",

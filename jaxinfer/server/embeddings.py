@@ -171,7 +171,8 @@ async def embeddings(request: web.Request) -> web.StreamResponse:
         return parse_embeddings(body, vocab_size=model.vocab_size, config=config)
 
     model, call = await read_call(request, parse)
-    model.check_room()
+    if any(isinstance(text, str) for text in call.inputs):
+        model.check_room()  # before tokenizing; ids that are too long are so at any time
     requests = await in_thread(request, lambda: _admit(request[REQUEST_ID], model, call))
     most = max(1, min(_MOST_AT_ONCE, model.engine.config.max_queued_requests // 2))
     return await reply(request, EmbeddingAnswer(call.model or model.name, call, requests, most))

@@ -12,7 +12,7 @@ from typing import TypeVar
 from aiohttp import web
 
 from jaxinfer.async_engine import AsyncEngine, EngineRequest, QueueFullError
-from jaxinfer.sampling_params import InvalidParameter
+from jaxinfer.sampling_params import InvalidParameter, SamplingParams
 from jaxinfer.server.chat_answer import ChatAnswer
 from jaxinfer.server.chat_prompt import prepare_chat
 from jaxinfer.server.completion_answer import CompletionAnswer
@@ -76,6 +76,7 @@ async def chat_answer(
 async def completions(request: web.Request) -> web.StreamResponse:
     """POST /v1/completions."""
     model, call = await read_generation(request, parse_completion)
+    _check_ids(model.engine, call)
     model.check_room()
     engine = model.engine
     prompts, echoes = await in_thread(request, lambda: _prompt_ids(engine, call))
@@ -91,6 +92,19 @@ async def completions(request: web.Request) -> web.StreamResponse:
         logprobs=call.logprobs,
     )
     return await reply(request, answer)
+
+
+def _check_ids(engine: AsyncEngine, call: CompletionRequest) -> None:
+    """Refuses ids that the context can never hold, even while the queue is full.
+
+    How long a text is shows only when it is tokenized, which an overloaded server must not do: one
+    that is too long may be told to come again, and is refused then.
+    """
+    if call.options.truncation is not None:
+        return
+    for prompt in call.prompts:
+        if not isinstance(prompt, str):
+            _fitted(engine, call.options, len(prompt), "prompt", None)
 
 
 def _log_prompts(request: web.Request, prompts: Sequence[object]) -> None:
@@ -146,13 +160,7 @@ async def _admit(
     for number, prompt_ids in enumerate(prompts):
         if not prompt_ids:
             raise invalid(param, f"{param} has no tokens; send some text", "empty_array")
-        params = fit_to_context(
-            options.params,
-            len(prompt_ids),
-            engine.max_model_len,
-            param=param,
-            default=default_max_tokens,
-        )
+        params = _fitted(engine, options, len(prompt_ids), param, default_max_tokens)
         admitted = EngineRequest(
             request_id=f"{request[REQUEST_ID]}-{secrets.token_hex(4)}-{number}",
             prompt_token_ids=tuple(prompt_ids),
@@ -165,6 +173,14 @@ async def _admit(
     # Off the event loop: a grammar may take seconds to compile, or to be refused.
     await in_thread(request, lambda: _check(engine, requests))
     return requests
+
+
+def _fitted(
+    engine: AsyncEngine, options: GenerationOptions, length: int, param: str, default: int | None
+) -> SamplingParams:
+    return fit_to_context(
+        options.params, length, engine.max_model_len, param=param, default=default
+    )
 
 
 def _check(engine: AsyncEngine, requests: Sequence[EngineRequest]) -> None:

@@ -93,9 +93,9 @@ def test_a_full_queue_refuses_the_excess_and_nothing_else(make_engine, prompt):
         engine.add(EngineRequest(f"r{index}", tuple(prompt(3)), params))
     with pytest.raises(QueueFullError, match="3 requests are waiting; the limit is 3"):
         engine.add(EngineRequest("excess", tuple(prompt(3)), params))
-    engine.step()
     with pytest.raises(QueueFullError):
-        engine.add(EngineRequest("siblings", tuple(prompt(3)), dataclasses.replace(params, n=4)))
+        engine.add(EngineRequest("siblings", tuple(prompt(3)), dataclasses.replace(params, n=2)))
+    engine.step()
     assert not engine.is_open("excess")
     assert not engine.is_open("siblings")
     engine.add(EngineRequest("next", tuple(prompt(3)), params))

@@ -239,6 +239,13 @@ def test_a_request_the_pool_can_never_hold_is_refused(make_engine):
     assert not engine.has_work
 
 
+def test_more_completions_than_may_ever_wait_are_refused(make_engine):
+    engine = make_engine(max_queued_requests=3)
+    with pytest.raises(InvalidParameter, match="n is 4, but at most 3"):
+        engine.add(EngineRequest("r", (1,), SamplingParams(n=4, max_tokens=1)))
+    engine.add(EngineRequest("r", (1,), SamplingParams(n=3, max_tokens=1)))
+
+
 @pytest.mark.parametrize(
     ("prompt_ids", "params", "param"),
     [

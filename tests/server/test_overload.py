@@ -14,6 +14,8 @@ import pytest
 from serve_process import ServeProcess
 from server.fake_engine import chat, until
 
+from jaxinfer.sampling_params import InvalidParameter
+
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 
@@ -69,6 +71,27 @@ async def test_a_refusal_costs_no_tokenizing(server, engine, monkeypatch):
     monkeypatch.setattr(engine.tokenizer, "encode", lambda *_, **__: pytest.fail("too early"))
     assert (await server.post(CHAT, chat()))[0] == 429
     assert (await server.post(COMPLETIONS, {"prompt": "x"}))[0] == 429
+
+
+@pytest.mark.parametrize("echo", [False, True])
+async def test_ids_that_never_fit_are_a_400_however_full_it_is(server, engine, echo):
+    engine.most_running = 0
+    body = {"prompt": [[1], [1] * engine.max_model_len], "echo": echo}
+    status, reply, _ = await server.post(COMPLETIONS, body)
+    assert (status, reply["error"]["code"]) == (400, "context_length_exceeded")
+    fits = {"prompt": [1] * (engine.max_model_len - 1)}
+    cut = {**body, "truncate_prompt_tokens": -1}
+    for body in (fits, cut):
+        assert (await server.post(COMPLETIONS, body))[0] == 429
+
+
+async def test_so_are_those_to_embed(server, engine):
+    engine.most_running = 0
+    body = {"input": [1, 2]}
+    assert (await server.post("/v1/embeddings", body))[0] == 429
+    engine.refusal = InvalidParameter("prompt", "too long", "context_length_exceeded")
+    assert (await server.post("/v1/embeddings", body))[0] == 400
+    assert (await server.post("/v1/embeddings", {"input": "too long to tell"}))[0] == 429
 
 
 def small_server(*flags):
