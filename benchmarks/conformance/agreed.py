@@ -6,8 +6,11 @@ The agreement is a TOML file beside this one:
     files = ["run", "these"]
     [not_run]              # file, or file::test without parameters -> one reason
     [deviations]           # test, by the start of its id -> one reason, by the ruling in the notes
+    [chance]               # test, without its parameters or with -> one reason
 
-A failure that no deviation names is unexpected, and so is a deviation that no failure needs.
+A failure that neither names is unexpected, and so is a deviation that no failure needs. Tests left
+to chance ask for what a text happens to be that so small a model samples: the suites' servers have
+a fixed seed, so that a run says the same as the last, but on another CPU it may be another text.
 """
 
 from __future__ import annotations
@@ -31,16 +34,22 @@ class Agreement:
     files: list[str]
     not_run: dict[str, str] = field(default_factory=dict)
     deviations: dict[str, str] = field(default_factory=dict)
+    chance: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def load(cls, name: str) -> Agreement:
         """Reads the agreement of a suite."""
         return cls(**tomllib.loads((HERE / f"{name}.toml").read_text(encoding="utf-8")))
 
-    def reason(self, test: str) -> str | None:
-        """Returns why a test may fail."""
+    def judged(self, test: str, outcome: str) -> tuple[str, str]:
+        """Returns what a failure is: agreed, chance or unexpected, and why; others stay."""
+        if outcome != "failed":
+            return outcome, ""
+        for name in (test, test.partition("[")[0]):
+            if name in self.chance:
+                return "chance", self.chance[name]
         fits = [start for start in self.deviations if test.startswith(start)]
-        return self.deviations[max(fits, key=len)] if fits else None
+        return ("agreed", self.deviations[max(fits, key=len)]) if fits else ("unexpected", "")
 
 
 def run_pytest(
@@ -89,9 +98,8 @@ def markdown(agreement: Agreement, outcomes: Mapping[str, tuple[str, str]]) -> s
     reasons: dict[str, set[str]] = {}
     for test, (outcome, _) in sorted(outcomes.items()):
         name = test.partition("[")[0]
-        reason = agreement.reason(test) if outcome == "failed" else None
+        shown, reason = agreement.judged(test, outcome)
         counts = rows.setdefault(name, {})
-        shown = "agreed" if reason else outcome
         counts[shown] = counts.get(shown, 0) + 1
         reasons.setdefault(name, set()).update([reason] if reason else [])
     lines = ["| test | result | deviation |", "| --- | --- | --- |"]
@@ -108,17 +116,13 @@ def judge(agreement: Agreement, outcomes: Mapping[str, tuple[str, str]], table: 
     What `markdown` makes of them is written to `table`.
     """
     table.write_text(markdown(agreement, outcomes), encoding="utf-8")
-    counts = {"passed": 0, "agreed": 0, "skipped": 0, "unexpected": 0}
+    counts = {"passed": 0, "agreed": 0, "chance": 0, "skipped": 0, "unexpected": 0}
     needed = set()
     for test, (outcome, message) in sorted(outcomes.items()):
-        reason = agreement.reason(test) if outcome == "failed" else None
-        if reason is not None:
-            needed.add(reason)
-            outcome = "agreed"
-        elif outcome == "failed":
-            outcome = "unexpected"
-        counts[outcome] += 1
-        print(f"{outcome:10} {test}  {reason or message}")
+        shown, reason = agreement.judged(test, outcome)
+        needed.add(reason)
+        counts[shown] += 1
+        print(f"{shown:10} {test}  {reason or message}")
     stale = [
         test
         for test, reason in agreement.deviations.items()
