@@ -89,6 +89,17 @@ class Admission:
           InvalidParameter: `add` would refuse it.
           QueueFullError: other grammars are being compiled, which take long.
         """
+        self._check_prompt(request)
+        request.params.validate_for(self._vocab_size)
+        self._check_engine_limits(request)
+        if request.params.grammar is not None and not request.compiled:
+            request.compiled.append(self._grammars.compile(request.params.grammar))
+        try:
+            self._check_first_token(request)
+        except GrammarFailure as error:
+            raise InvalidParameter(error.param or "grammar", str(error), UNSATISFIABLE) from None
+
+    def _check_prompt(self, request: EngineRequest) -> None:
         prompt = request.prompt_token_ids
         if not prompt:
             raise InvalidParameter("prompt", "the prompt has no tokens", "empty_array")
@@ -111,40 +122,38 @@ class Admission:
                 f"prompt has {len(prompt)}",
                 "context_length_exceeded",
             )
-        request.params.validate_for(self._vocab_size)
-        if request.params.n > self._max_queued_requests:
+
+    def _check_engine_limits(self, request: EngineRequest) -> None:
+        """Checks what depends on how the engine was started."""
+        params, num_prompt_tokens = request.params, len(request.prompt_token_ids)
+        if params.n > self._max_queued_requests:
             raise InvalidParameter(
                 "n",
-                f"n is {request.params.n}, but at most {self._max_queued_requests} completions may "
+                f"n is {params.n}, but at most {self._max_queued_requests} completions may "
                 "be waiting here",
                 "integer_above_max_value",
             )
-        if request.params.speculation and not self._scheduler.limits.num_draft_tokens:
+        if params.speculation and not self._scheduler.limits.num_draft_tokens:
             raise InvalidParameter(
                 "speculation",
                 "speculation is off in this engine; start it with --speculation ngram, or leave "
                 "speculation out",
                 "unsupported_parameter",
             )
-        if len(self._stop_ids(request.params)) > MAX_STOP_IDS:
+        if len(self._stop_ids(params)) > MAX_STOP_IDS:
             raise InvalidParameter(
                 "stop_token_ids",
                 f"stop_token_ids and the model's {len(self._eos_token_ids)} end-of-sequence ids "
                 f"together must be at most {MAX_STOP_IDS}",
             )
-        if not self._scheduler.fits(len(prompt) + self.max_tokens(request)):
+        max_tokens = self.max_tokens(request)
+        if not self._scheduler.fits(num_prompt_tokens + max_tokens):
             raise InvalidParameter(
                 "max_tokens",
-                f"{len(prompt)} prompt tokens and max_tokens {self.max_tokens(request)} need more "
-                "KV pages than the pool has; ask for fewer tokens",
+                f"{num_prompt_tokens} prompt tokens and max_tokens {max_tokens} need more KV pages "
+                "than the pool has; ask for fewer tokens",
                 "context_length_exceeded",
             )
-        if request.params.grammar is not None and not request.compiled:
-            request.compiled.append(self._grammars.compile(request.params.grammar))
-        try:
-            self._check_first_token(request)
-        except GrammarFailure as error:
-            raise InvalidParameter(error.param or "grammar", str(error), UNSATISFIABLE) from None
 
     def _check_first_token(self, request: EngineRequest) -> None:
         params = request.params

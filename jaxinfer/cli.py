@@ -187,29 +187,7 @@ def _parser(words: list[str]) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     serve = _add_command(commands, "serve", "serve a model over OpenAI's HTTP API", _serve)
-    serve.add_argument(
-        "--config",
-        metavar="FILE.toml",
-        default=None,
-        help="settings in a file; flags override it",
-    )
-    serve.add_argument(
-        "-c",
-        action=_ConfigOrTemplate,
-        dest="config_or_template",
-        default=argparse.SUPPRESS,
-        metavar="X",
-        help="--config if it ends in .toml, else --chat-template",
-    )
-    serve.add_argument(
-        "--config-path",
-        metavar="FILE.json",
-        default=None,
-        help='several models, {"models": [{"name", "path", "chat_template"}]}; excludes --model',
-    )
-    add_settings(serve, EngineConfig)
-    add_settings(serve, ServerConfig)
-
+    _add_serve(serve)
     bench = _add_command(commands, "bench", "measure throughput and latency", _bench)
     if command == ["bench"]:
         _add_bench(bench, words[1:])
@@ -238,6 +216,31 @@ def _parser(words: list[str]) -> argparse.ArgumentParser:
         add_settings(profile, EngineConfig)
     _add_command(commands, "doctor", "print versions, devices and caches", _doctor)
     return parser
+
+
+def _add_serve(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--config",
+        metavar="FILE.toml",
+        default=None,
+        help="settings in a file; flags override it",
+    )
+    parser.add_argument(
+        "-c",
+        action=_ConfigOrTemplate,
+        dest="config_or_template",
+        default=argparse.SUPPRESS,
+        metavar="X",
+        help="--config if it ends in .toml, else --chat-template",
+    )
+    parser.add_argument(
+        "--config-path",
+        metavar="FILE.json",
+        default=None,
+        help='several models, {"models": [{"name", "path", "chat_template"}]}; excludes --model',
+    )
+    add_settings(parser, EngineConfig)
+    add_settings(parser, ServerConfig)
 
 
 def _add_bench(parser: argparse.ArgumentParser, words: list[str]) -> None:

@@ -57,6 +57,10 @@ class Metrics:
         ProcessCollector(registry=self.registry)
         GCCollector(registry=self.registry)
         self.registry.register(EngineCollector(models, settings))
+        self._watch_http()
+        self._watch_generation()
+
+    def _watch_http(self) -> None:
         self._http_requests = Counter(
             "http_requests",
             "Requests by route, method and status.",
@@ -82,6 +86,8 @@ class Metrics:
             buckets=_LAG_BUCKETS,
             registry=self.registry,
         )
+
+    def _watch_generation(self) -> None:
         self.rejections = self._counter(
             "admission_rejections", "Requests refused for lack of room.", "reason"
         )

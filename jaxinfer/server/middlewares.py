@@ -8,21 +8,19 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 from aiohttp import web
 
 from jaxinfer.server import cors, page
 from jaxinfer.server.connection import connection_of
+from jaxinfer.server.cors import Handler
 from jaxinfer.server.errors import ApiError, internal
 from jaxinfer.server.sse import json_response
 from jaxinfer.server.state import CONFIG, METRICS, MODEL, REQUEST_ID, REQUEST_LOG
 
 _log = logging.getLogger(__name__)
 _access_log = logging.getLogger("jaxinfer.access")
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _MAX_REQUEST_ID = 128
 _CLIENT_GONE = 499

@@ -156,7 +156,7 @@ _OTHER_SAMPLERS = {
     "early_stopping": ignored(anything),
 }
 
-_NOT_HONOURED_YET = {
+_REFUSED = {
     "logprob_token_ids": refused([]),
     "prompt_embeds": refused(),
 }
@@ -203,7 +203,7 @@ SHARED: Mapping[str, Field] = {
     **_SAMPLING,
     **CONSTRAINTS,
     **_OTHER_SAMPLERS,
-    **_NOT_HONOURED_YET,
+    **_REFUSED,
     **_WITHOUT_EFFECT,
 }
 
@@ -232,15 +232,7 @@ def generation_options(
     Raises:
       ApiError: 400; two parameters contradict each other, or one exceeds this server's limits.
     """
-    sampling = {name: values[name] for name in _SAMPLING if name in values}
-    if config.generation_config == "auto":
-        sampling = {**{name: defaults[name] for name in _DEFAULTED if name in defaults}, **sampling}
-    if sampling.get("n", 1) > config.max_n:
-        message = f"n must be at most {config.max_n}, got {shown(sampling['n'])}"
-        raise invalid("n", message, "integer_above_max_value")
-    if config.strict_params and len(sampling.get("stop", ())) > _STRICT_STOP_STRINGS:
-        message = f"stop takes at most {_STRICT_STOP_STRINGS} strings"
-        raise invalid("stop", message, "array_above_max_length")
+    sampling = _sampling(values, defaults, config)
     stream = values.get("stream", False)
     stream_options = _stream_options(values, stream, config.strict_params)
     of_prompt = values.get("prompt_logprobs")
@@ -275,6 +267,22 @@ def generation_options(
         names_ids=values.get("return_tokens_as_token_ids", False),
         truncation=read_truncation(values),
     )
+
+
+def _sampling(
+    values: Mapping[str, Any], defaults: Mapping[str, Any], config: ServerConfig
+) -> dict[str, Any]:
+    """Returns the fields of SamplingParams that the request or the checkpoint sets."""
+    sampling = {name: values[name] for name in _SAMPLING if name in values}
+    if config.generation_config == "auto":
+        sampling = {**{name: defaults[name] for name in _DEFAULTED if name in defaults}, **sampling}
+    if sampling.get("n", 1) > config.max_n:
+        message = f"n must be at most {config.max_n}, got {shown(sampling['n'])}"
+        raise invalid("n", message, "integer_above_max_value")
+    if config.strict_params and len(sampling.get("stop", ())) > _STRICT_STOP_STRINGS:
+        message = f"stop takes at most {_STRICT_STOP_STRINGS} strings"
+        raise invalid("stop", message, "array_above_max_length")
+    return sampling
 
 
 _DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
