@@ -53,6 +53,10 @@ class Admission:
         self._max_queued_requests = max_queued_requests
         self._grammars = GrammarCompiler(tokenizer, vocab_size, eos_token_ids)
 
+    def prepare_grammars(self) -> None:
+        """See `GrammarCompiler.prepare`."""
+        self._grammars.prepare()
+
     def make(self, request: EngineRequest) -> list[tuple[Sequence, Completion]]:
         """Returns a request's completions, none of them queued yet.
 

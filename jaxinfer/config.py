@@ -110,6 +110,11 @@ class EngineConfig:
         None,
         "prompt tokens of waiting requests beyond which new ones get a 429 (default: no limit)",
     )
+    prepare_grammars: bool = flag(
+        False,
+        "make the vocabulary ready for grammars at start, for 22 to 120 MB; otherwise the first "
+        "grammar does, at which all streams pause for 0.1 to 1.2 s",
+    )
     page_size: int | None = flag(None, "tokens in a KV page (default: 16, on TPU 128)")
     num_pages: int | None = flag(None, "KV pages in the pool (default: from free memory)")
     kv_cache_memory: int | None = flag(

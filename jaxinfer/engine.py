@@ -114,6 +114,10 @@ class Engine:
                 self._masks.add(sequence.seq_id, completion.matcher)
             self.scheduler.add(sequence)
 
+    def prepare_grammars(self) -> None:
+        """Does now what the first grammar would otherwise stop all threads for."""
+        self._admission.prepare_grammars()
+
     def check(self, request: EngineRequest) -> None:
         """Checks a request against the model and the pool; changes nothing, from any thread.
 

@@ -108,6 +108,8 @@ def load_engine(config: EngineConfig, progress: bool = True) -> LoadedEngine:
         progress,
         prepared.fill,
     )
+    if config.prepare_grammars:
+        engine.prepare_grammars()
     model_name = _model_name(config.model, path)
     settings = engine_settings(
         config,

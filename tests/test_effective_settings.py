@@ -13,6 +13,7 @@ from tiny_engine import CONTEXT, TEMPLATE, tiny_model
 from jaxinfer import cpu, startup
 from jaxinfer.async_engine import AsyncEngine
 from jaxinfer.config import EngineConfig, ServerConfig
+from jaxinfer.constraints import GrammarCompiler
 from jaxinfer.effective_settings import one_line, shown
 from jaxinfer.model_loading import PreparedModel
 from jaxinfer.runner.model_runner import ModelRunner
@@ -163,3 +164,12 @@ def test_no_secret_and_no_path_is_shown():
     assert (engine["tokenizer_path"], engine["chat_template"]) == ("tok", "c.jinja")
     with pytest.raises(KeyError, match="EngineConfig has no setting max_sequences"):
         shown(EngineConfig(), {"max_sequences": 3})
+
+
+def test_grammars_are_made_ready_if_asked_for(load, monkeypatch):
+    prepared = []
+    monkeypatch.setattr(GrammarCompiler, "prepare", lambda self: prepared.append(self))
+    load()
+    assert not prepared
+    load(prepare_grammars=True)
+    assert len(prepared) == 1

@@ -46,6 +46,11 @@ class GrammarCompiler:
         self._lock = threading.Lock()  # guards what is kept, with the seconds that it took
         self._kept: OrderedDict[tuple[str, str], tuple[CompiledGrammar, float]] = OrderedDict()
 
+    def prepare(self) -> None:
+        """Does what the first grammar would otherwise stop all threads for."""
+        with self._compiling:
+            _ = self._vocabulary.tokenizer
+
     def compile(self, grammar: Grammar) -> CompiledGrammar:
         """Returns a grammar ready to be followed.
 

@@ -43,7 +43,11 @@ class Vocabulary:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The llguidance.LLTokenizer; making it takes a second for 250,000 tokens."""
+        """The llguidance.LLTokenizer.
+
+        Making it takes 0.1 s for 49,000 tokens and 1.1 s for 262,000, in which no other thread runs
+        Python: llguidance lets go of the interpreter where it compiles a grammar, but not here.
+        """
         import llguidance
 
         encoder = _Encoder(self._tokenizer, self._size, self.eos_token_ids)

@@ -5,6 +5,7 @@ import re
 import threading
 import time
 
+import llguidance
 import numpy as np
 import pytest
 
@@ -361,3 +362,17 @@ def test_the_pattern_agrees_with_python(grammars):
     compiled = grammars.compile(Grammar("regex", pattern))
     for text in ("GB82 WEST 1234", "none", "GB82 WEST", "gb82", "DE12 0000 1111 2222 3333"):
         assert follow(compiled, text) == bool(re.fullmatch(pattern, text))
+
+
+def test_what_was_prepared_the_first_grammar_finds(monkeypatch):
+    made = []
+    real = llguidance.LLTokenizer
+    monkeypatch.setattr(
+        llguidance, "LLTokenizer", lambda *args, **options: made.append(1) or real(*args, **options)
+    )
+    grammars = GrammarCompiler(byte_tokenizer(), VOCAB_SIZE, {EOS})
+    assert not made
+    grammars.prepare()
+    assert len(made) == 1
+    assert follow(grammars.compile(Grammar("regex", "[a-c]+")), "abc")
+    assert len(made) == 1
