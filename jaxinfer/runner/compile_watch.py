@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from weakref import WeakSet
 
 from jaxinfer import _compat
 
 logger = logging.getLogger(__name__)
+
+
+_lock = threading.Lock()
+_watches: WeakSet[CompileWatch] = WeakSet()
+
+
+@functools.cache
+def _listen() -> None:
+    """Has all watches told of compilations: jax keeps its listeners for ever, so there is one."""
+
+    def on_compile(seconds: float) -> None:
+        with _lock:
+            watches = list(_watches)
+        for watch in watches:
+            watch._count(seconds)
+
+    _compat.on_backend_compile(on_compile)
 
 
 class CompileWatch:
@@ -27,15 +45,9 @@ class CompileWatch:
         self.num_after_warmup = 0
         self.seconds = 0.0
         self._step_thread: int | None = None
-        # jax keeps its listeners for ever: hold the watch weakly.
-        reference = weakref.ref(self)
-
-        def on_compile(seconds: float) -> None:
-            watch = reference()
-            if watch is not None:
-                watch._count(seconds)
-
-        _compat.on_backend_compile(on_compile)
+        _listen()
+        with _lock:
+            _watches.add(self)
 
     @contextmanager
     def step(self) -> Iterator[None]:

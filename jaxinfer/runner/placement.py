@@ -137,7 +137,7 @@ def expected_value(
         _check_split(value, param.split, context.tensor_parallel)
         value = jax.eval_shape(partial(_prepared, platform=context.platform), value)
     if context.platform == "cpu" and context.mesh.size == 1:
-        value = jax.eval_shape(_in_best_layout, value)
+        value = _layout_alone.eval_shape(value)
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         value,
@@ -204,6 +204,11 @@ def _in_best_layout(value: Any) -> Any:
         for name, array in made.items():
             array[first : first + step] = getattr(part, name)
     return dataclasses.replace(value, **made, layout=layout)
+
+
+# Made once: `jax.eval_shape` makes one at each call, and jax keeps what it has traced of each as
+# long as the function lives.
+_layout_alone = jax.jit(_in_best_layout)
 
 
 def _own(array: np.ndarray) -> np.ndarray:
