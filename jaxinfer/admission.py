@@ -23,6 +23,7 @@ from jaxinfer.scheduler.sequence import Sequence, StopRule
 from jaxinfer.text.detokenizer import Detokenizer
 from jaxinfer.text.stop_strings import StopMatcher
 from jaxinfer.text.tokenizer import Tokenizer
+from jaxinfer.token_masks import num_words
 
 
 class Admission:
@@ -164,7 +165,7 @@ class Admission:
         if params.allowed_token_ids is not None or params.bad_words:
             matcher, _ = self._matcher(request, params)
             if matcher is not None:
-                matcher.fill(np.zeros((-(-self._vocab_size // 32),), np.uint32))
+                matcher.fill(np.zeros((num_words(self._vocab_size),), np.uint32))
 
     def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
         stop_ids = frozenset(params.stop_token_ids)

@@ -1,4 +1,4 @@
-"""Thousands of steps take no more memory than the first ones."""
+"""Many steps take no more memory than the first ones."""
 
 import itertools
 import subprocess
@@ -25,7 +25,7 @@ with LLM(sys.argv[1], max_num_seqs=2, max_model_len=512) as llm:
 
     sizes = []
     for _ in range(4):
-        steps(1000)
+        steps(500)
         sizes.append(resident_bytes())
     print(*sizes)
 """
@@ -33,10 +33,10 @@ with LLM(sys.argv[1], max_num_seqs=2, max_model_len=512) as llm:
 
 @pytest.mark.slow
 @pytest.mark.real_model
-def test_thousands_of_steps_leave_memory_flat(smollm2_path):
+def test_two_thousand_steps_leave_memory_flat(smollm2_path):
     command = [sys.executable, "-c", SOAK, str(smollm2_path)]
     result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600)
     sizes = [int(word) for word in result.stdout.splitlines()[-1].split()]
-    # What leaks does so in every thousand; the allocator takes a few MB more once in a while.
+    # What leaks does so in all of the 500 steps; the allocator takes a few MB more now and then.
     growths = [after - before for before, after in itertools.pairwise(sizes)]
-    assert min(growths) < 250_000, growths
+    assert min(growths) < 125_000, growths

@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxinfer.token_masks import num_words
+
 _NEVER = 2**63
 
 
@@ -70,7 +72,7 @@ class GrammarMatcher:
         self._min_tokens = _NEVER if ignore_eos else min_tokens
         # llguidance has an id more where the model has none that ends a sequence.
         num_ids = grammar.vocab_size + (not grammar.eos_token_ids)
-        self._words = np.zeros((-(-num_ids // 32),), np.uint32)
+        self._words = np.zeros((num_words(num_ids),), np.uint32)
         self._address = self._words.ctypes.data
         self._eos_words = np.zeros_like(self._words)
         for token_id in grammar.eos_token_ids:

@@ -14,6 +14,7 @@ from jaxinfer.constraints.matcher import GrammarFailure
 from jaxinfer.request import TokenMatcher
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.text.tokenizer import Tokenizer
+from jaxinfer.token_masks import num_words
 
 
 class TokenRules:
@@ -109,6 +110,6 @@ class TokenRules:
 
 def _bits(token_ids: Iterable[int], vocab_size: int) -> np.ndarray:
     """Returns a mask of these ids."""
-    bits = np.zeros((-(-vocab_size // 32) * 32,), np.uint8)
+    bits = np.zeros((32 * num_words(vocab_size),), np.uint8)
     bits[[token_id for token_id in token_ids if token_id < vocab_size]] = 1
     return np.packbits(bits, bitorder="little").view("<u4").astype(np.uint32)

@@ -8,6 +8,8 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
+from jaxinfer.token_masks import num_words
+
 
 class MaskBuffers:
     """Host arrays for the masks of a step, and zeros on the device for all steps that have none.
@@ -22,7 +24,7 @@ class MaskBuffers:
     """
 
     def __init__(self, most_rows: int, vocab_size: int, sharding: Sharding) -> None:
-        self._num_words = -(-vocab_size // 32)
+        self._num_words = num_words(vocab_size)
         self._sharding = sharding
         # Memory is taken when they are first written.
         self._arrays = np.zeros((3, most_rows, self._num_words), np.uint32)
@@ -35,7 +37,7 @@ class MaskBuffers:
         return jax.ShapeDtypeStruct(shape, np.uint32, sharding=self._sharding)
 
     def next(self, num_rows: int) -> np.ndarray:
-        """Returns masks that allow everything: bit i of word w is token 32·w + i."""
+        """Returns masks that allow everything."""
         self._turn = (self._turn + 1) % len(self._arrays)
         masks = self._arrays[self._turn, :num_rows]
         masks.fill(np.uint32(0xFFFFFFFF))

@@ -329,7 +329,7 @@ class ModelRunner:
     def masks(self, plan: StepPlan) -> np.ndarray:
         """Returns masks for `dispatch`, which allow everything.
 
-        Those of the plan's rows come first: bit i of word w is token 32·w + i.
+        Those of the plan's rows come first.
         """
         num_masks = self._program_of(plan).num_masks
         assert num_masks is not None
