@@ -1,12 +1,18 @@
 """Strict JAX settings for every test, two virtual CPU devices, and the two real models."""
 
+import atexit
 import logging
 import os
+import tempfile
 from pathlib import Path
 
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+if "JAXINFER_TEST_PROGRAMS" not in os.environ:  # else a worker, which shares that of its run
+    _programs = tempfile.TemporaryDirectory(prefix="jaxinfer-programs-")
+    os.environ["JAXINFER_TEST_PROGRAMS"] = _programs.name  # of `kept_programs`
+    atexit.register(_programs.cleanup)
 
 import jax
 import pytest

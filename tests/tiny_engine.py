@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import kept_programs
 import numpy as np
 
 from jaxinfer.config import EngineConfig
@@ -10,7 +11,7 @@ from jaxinfer.model_loading import make_mesh
 from jaxinfer.models import load_model_module
 from jaxinfer.nn.context import ModelContext
 from jaxinfer.runner.loader import init_random, make_abstract_model
-from jaxinfer.startup import LoadedEngine, assemble_engine
+from jaxinfer.startup import LoadedEngine
 from jaxinfer.testing import byte_tokenizer
 from jaxinfer.text import ChatTemplate
 
@@ -64,7 +65,7 @@ def build(**changes):
     config = EngineConfig(**{**settings, **changes})
     tokenizer = byte_tokenizer(TEMPLATE)
     return LoadedEngine(
-        engine=assemble_engine(config, model, groups, tokenizer, frozenset({EOS})),
+        engine=kept_programs.assemble(config, model, groups, tokenizer, frozenset({EOS})),
         model_name="tiny",
         tokenizer=tokenizer,
         chat_template=ChatTemplate.from_tokenizer(tokenizer),

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 
 import jax.numpy as jnp
+import kept_programs
 import numpy as np
 import tiny_engine
 from tiny_engine import EOS
@@ -23,7 +24,6 @@ from jaxinfer.scheduler.limits import SchedulerLimits
 from jaxinfer.scheduler.page_tables import GroupSpec, PageTables
 from jaxinfer.scheduler.prefix_cache import PrefixCache
 from jaxinfer.scheduler.scheduler import Scheduler
-from jaxinfer.startup import assemble_engine
 from jaxinfer.testing import byte_tokenizer
 
 PAGE_SIZE = 4
@@ -60,7 +60,7 @@ tiny_model = functools.partial(tiny_engine.tiny_model, max_position_embeddings=2
 def assemble(model, groups, **config):
     """An engine as it is started with these settings, compiled."""
     config = EngineConfig(**{"page_size": PAGE_SIZE, "num_pages": NUM_PAGES, **config})
-    return assemble_engine(config, model, groups, byte_tokenizer(), frozenset({EOS}))
+    return kept_programs.assemble(config, model, groups, byte_tokenizer(), frozenset({EOS}))
 
 
 def compiled_runner(model_type="llama", tensor_parallel=1):
