@@ -176,18 +176,27 @@ class RealEngine(Schedules):
             assert choice == expected
 
     def most_cached(self, name):
-        """Tokens of a prompt that another of the same salt may have computed before it began."""
+        """Tokens of a prompt that another of the same salt may have computed before it began.
+
+        One that waits for a page that another computes may be overtaken by those behind it.
+        """
         mine = self.sent[name]
         if self.scheduler.cache is None or params_of(mine.kind).prompt_logprobs is not None:
             return 0
-        most, came_before = 0, True
+        ahead, behind, came_before = 0, 0, True
         for other, sent in self.sent.items():
             came_before &= other != name
-            if sent.salt == mine.salt and (came_before or sent.priority < mine.priority):
-                for choice in self.device.outputs[other].outputs:
-                    pairs = zip(mine.prompt[:-1], (*sent.prompt, *choice.token_ids), strict=False)
-                    same = [one == its for one, its in pairs]
-                    most = max(most, same.index(False) if False in same else len(same))
+            if sent.salt != mine.salt or other == name:
+                continue
+            for choice in self.device.outputs[other].outputs:
+                pairs = zip(mine.prompt[:-1], (*sent.prompt, *choice.token_ids), strict=False)
+                same = [one == its for one, its in pairs]
+                shared = same.index(False) if False in same else len(same)
+                if came_before or sent.priority < mine.priority:
+                    ahead = max(ahead, shared)
+                else:
+                    behind = max(behind, shared)
+        most = max(ahead, behind) if ahead >= PAGE_SIZE else ahead
         return most // PAGE_SIZE * PAGE_SIZE
 
     def count(self, stats):
