@@ -276,9 +276,10 @@ BAD_CALLS = [
     ("qkv has a piece of 256 rows, not of 2 blocks", number(BLOCK_ROWS, 0)),
     ("qkv has a piece of 256 rows, not of 2 blocks", number(BLOCK_ROWS, -128)),
     ("out has a piece of 64 rows, not of 1 blocks", number(OUT_ROWS, 32)),
-    ("unknown code", number(CODE, 4)),
+    ("unknown code", number(CODE, 6)),
     ("unknown code", number(CODE, -1)),
     ("qkv: code 'fp8' does not go with", number(CODE, 1)),
+    ("qkv: code 'int5' does not go with", number(CODE, 4)),
     ("qkv: codes .* in blocks of 8", number(ROW_BLOCK, 8)),
     ("qkv: codes .* do not fit", operand(QKV_CODES, lambda old: old[:, :32])),
     (
