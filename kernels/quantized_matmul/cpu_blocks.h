@@ -1,8 +1,8 @@
 // Weights in blocks of sixteen rows, as `Layout(row_block=16)` has them: a register holds the same
 // columns of sixteen rows, so that scales are vectors and no sum crosses lanes.
 //
-// Of every 32 columns a row has 16 bytes (4-bit codes, as ggml packs them) or 32 (8-bit codes; for
-// those of 5 bits see cpu_blocks_five_bits.h);
+// For codes of 5 bits see cpu_blocks_five_bits.h. Of every 32 columns a row has 16 bytes (4-bit
+// codes, as ggml packs them) or 32 (8-bit codes);
 // row r's dword j lies in lane r of the block's register j, its two middle bytes exchanged. So the
 // low and the high half of a lane hold neighbouring columns, which is how bfloat16 products take
 // their operands: a pair of columns for sixteen rows comes from one shift and one look-up.

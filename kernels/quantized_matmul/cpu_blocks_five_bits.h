@@ -1,6 +1,6 @@
-// Codes of five bits in blocks of rows: of every 32 columns of sixteen rows first the low halves, as
-// 4-bit codes lie, then 64 bytes of fifth bits. Bit j of a byte belongs to the code that 8-bit codes
-// would have in the same byte of the block's register j.
+// Codes of five bits in blocks of rows: of every 32 columns of sixteen rows first the low halves,
+// as 4-bit codes lie, then 64 bytes of fifth bits. Bit j of a byte belongs to the code that 8-bit
+// codes would have in the same byte of the block's register j.
 #pragma once
 
 #include <immintrin.h>

@@ -315,7 +315,10 @@ def _in_blocks(w: QTensor, layout: Layout) -> QTensor:
             f"rows: needs whole blocks, {row_blocks.COLUMNS} columns or multiples, and integers"
         )
     if layout.five_bits and not w.fits_five_bits:
-        raise ValueError(f"a weight of {w.code} codes that need not fit five bits")
+        raise ValueError(
+            f"a weight {w.shape} of {w.code} codes that need not fit five bits has no layout of so "
+            "many: use CPU_BLOCKS"
+        )
     offset = None if w.offset is None else row_blocks.interleave_groups(w.offset, layout.row_block)
     qvalue = row_blocks.interleave_codes(w.qvalue, layout.row_block)
     if layout.five_bits:
