@@ -67,7 +67,8 @@ class OpenRequests:
         num_open = self.num_sequences
         if num_open + num_sequences > most:
             raise QueueFullError(
-                f"{num_open} sequences are running or waiting; the limit is {most}"
+                f"{num_open} sequences are running or waiting, and {num_sequences} more would be "
+                f"too many; the limit is {most}"
             )
         if most_tokens is None:
             return

@@ -22,7 +22,7 @@ from jaxinfer import async_engine
 from jaxinfer.async_engine import AsyncEngine
 from jaxinfer.config import EngineConfig, ServerConfig
 from jaxinfer.server.app import make_app
-from jaxinfer.server.connection import listen
+from jaxinfer.server.connection import accept, listen
 
 # `--exact`, so that a text does not depend on who else is answered.
 SMALL = (
@@ -299,7 +299,7 @@ class TestOverloadAndDeath:
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
         listener = await listen(runner, "127.0.0.1", 0, access_log=None)
         await runner.setup()
-        await listener.start_serving()
+        await accept(listener)
         async with contextlib.AsyncExitStack() as stack:
             stack.push_async_callback(runner.cleanup)
             stack.callback(listener.close)

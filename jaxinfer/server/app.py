@@ -27,7 +27,16 @@ from jaxinfer.server.deep_check import DeepCheck
 from jaxinfer.server.lifecycle import Lifecycle
 from jaxinfer.server.metrics import Metrics
 from jaxinfer.server.served_model import Models, ServedModel
-from jaxinfer.server.state import CONFIG, DEEP_CHECK, EXECUTOR, LIFECYCLE, METRICS, MODELS
+from jaxinfer.server.state import (
+    CONFIG,
+    DEEP_CHECK,
+    EXECUTOR,
+    LIFECYCLE,
+    METRICS,
+    MODELS,
+    TURNSTILE,
+)
+from jaxinfer.server.turnstile import Turnstile
 
 _NUM_THREADS = 4
 
@@ -44,6 +53,7 @@ def make_app(models: Models | AsyncEngine, server_config: ServerConfig) -> web.A
     app = web.Application(
         middlewares=[
             middlewares.observe,
+            middlewares.take_turns,
             middlewares.errors,
             cors.answer_preflights,
             middlewares.authenticate,
@@ -55,6 +65,7 @@ def make_app(models: Models | AsyncEngine, server_config: ServerConfig) -> web.A
     app[LIFECYCLE] = Lifecycle(models)
     app[METRICS] = Metrics(models, shown(server_config))
     app[DEEP_CHECK] = DeepCheck(models)
+    app[TURNSTILE] = Turnstile()
     app.on_response_prepare.append(middlewares.mark_response)
     app.cleanup_ctx.append(_threads)
     app.cleanup_ctx.append(_lag)

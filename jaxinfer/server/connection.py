@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import socket
 import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +22,9 @@ from jaxinfer.server.errors import ApiError
 _log = logging.getLogger(__name__)
 
 _BACKLOG = 1024
+"""Connections that the kernel keeps until they are accepted."""
+_ACCEPTED_AT_ONCE = 16
+"""Connections accepted in one turn of the event loop: everything else waits meanwhile."""
 _GRACE_S = 0.05
 _FIRST_PROBE_S = 0.1
 _LAST_PROBE_S = 15.0
@@ -133,7 +138,7 @@ async def listen(
     tls: ssl.SSLContext | None = None,
     **options: Any,
 ) -> asyncio.Server:
-    """Binds the address, without accepting yet; connections need `runner` to be set up first.
+    """Binds the address, without accepting yet: `accept` begins with it, once `runner` is set up.
 
     Args:
       runner: of the application.
@@ -153,8 +158,23 @@ async def listen(
 
     if uds is not None:
         return await loop.create_unix_server(
-            connect, uds, ssl=tls, backlog=_BACKLOG, start_serving=False
+            connect, uds, ssl=tls, backlog=_ACCEPTED_AT_ONCE, start_serving=False
         )
     return await loop.create_server(
-        connect, host, port, ssl=tls, backlog=_BACKLOG, reuse_address=True, start_serving=False
+        connect,
+        host,
+        port,
+        ssl=tls,
+        backlog=_ACCEPTED_AT_ONCE,
+        reuse_address=True,
+        start_serving=False,
     )
+
+
+async def accept(server: asyncio.Server) -> None:
+    """Begins to accept connections, few at a time, while the kernel keeps many."""
+    await server.start_serving()
+    for listener in server.sockets:
+        # asyncio has one number for both; a socket may be told again how many wait at most.
+        with socket.socket(fileno=os.dup(listener.fileno())) as same:
+            same.listen(_BACKLOG)

@@ -10,6 +10,7 @@ import base64
 import secrets
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -171,9 +172,10 @@ async def embeddings(request: web.Request) -> web.StreamResponse:
         return parse_embeddings(body, vocab_size=model.vocab_size, config=config)
 
     model, call = await read_call(request, parse)
-    if any(isinstance(text, str) for text in call.inputs):
-        model.check_room()  # before tokenizing; ids that are too long are so at any time
-    requests = await in_thread(request, lambda: _admit(request[REQUEST_ID], model, call))
+    # Ids that are too long are so at any time; what is a full queue's is tokenizing.
+    has_text = any(isinstance(text, str) for text in call.inputs)
+    with model.preparing() if has_text else nullcontext():
+        requests = await in_thread(request, lambda: _admit(request[REQUEST_ID], model, call))
     most = max(1, min(_MOST_AT_ONCE, model.engine.config.max_queued_requests // 2))
     return await reply(request, EmbeddingAnswer(call.model or model.name, call, requests, most))
 

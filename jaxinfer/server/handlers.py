@@ -51,21 +51,22 @@ async def chat_answer(
     Raises:
       ApiError: 400, the chat does not fit the model or its context; 429, too many are waiting.
     """
-    model.check_room()
     engine = model.engine
-    prompt = await in_thread(
-        request, lambda: prepare_chat(engine.chat_template, engine.tokenizer, call)
-    )
-    _log_prompts(request, [message.get("content") for message in call.messages])
-    options = replace(call.options, params=prompt.params)
-    prompts = [_cut(engine, call.options, prompt.ids)]
-    default = request.app[CONFIG].default_max_tokens
+    with model.preparing():
+        prompt = await in_thread(
+            request, lambda: prepare_chat(engine.chat_template, engine.tokenizer, call)
+        )
+        _log_prompts(request, [message.get("content") for message in call.messages])
+        options = replace(call.options, params=prompt.params)
+        prompts = [_cut(engine, call.options, prompt.ids)]
+        default = request.app[CONFIG].default_max_tokens
+        requests = await _admit(request, options, prompts, "messages", default)
     return make(
         model=call.options.model or model.name,
         fingerprint=model.fingerprint,
         tokenizer=engine.tokenizer,
         options=call.options,
-        requests=await _admit(request, options, prompts, "messages", default),
+        requests=requests,
         syntax=prompt.syntax,
         is_legacy=call.tools is not None and call.tools.is_legacy,
         includes_reasoning=call.includes_reasoning,
@@ -77,16 +78,17 @@ async def completions(request: web.Request) -> web.StreamResponse:
     """POST /v1/completions."""
     model, call = await read_generation(request, parse_completion)
     _check_ids(model.engine, call)
-    model.check_room()
     engine = model.engine
-    prompts, echoes = await in_thread(request, lambda: _prompt_ids(engine, call))
-    _log_prompts(request, call.prompts)
+    with model.preparing():
+        prompts, echoes = await in_thread(request, lambda: _prompt_ids(engine, call))
+        _log_prompts(request, call.prompts)
+        requests = await _admit(request, call.options, prompts, "prompt", None)
     answer = CompletionAnswer(
         model=call.options.model or model.name,
         fingerprint=model.fingerprint,
         tokenizer=engine.tokenizer,
         options=call.options,
-        requests=await _admit(request, call.options, prompts, "prompt", None),
+        requests=requests,
         echoes=echoes,
         num_best=call.num_best,
         logprobs=call.logprobs,
@@ -154,8 +156,11 @@ async def _admit(
 ) -> list[EngineRequest]:
     """Returns the engine requests; from here on nothing is wrong with what the client sent."""
     engine = request[MODEL].engine
-    seeds = (options.params.seed, request.app[CONFIG].seed)
-    seed = next((one for one in seeds if one is not None), secrets.randbits(63))
+    seed = options.params.seed
+    if seed is None:
+        seed = request.app[CONFIG].seed
+    if seed is None:
+        seed = secrets.randbits(63)
     requests = []
     for number, prompt_ids in enumerate(prompts):
         if not prompt_ids:

@@ -17,7 +17,7 @@ from jaxinfer.server.connection import connection_of
 from jaxinfer.server.cors import Handler
 from jaxinfer.server.errors import ApiError, internal
 from jaxinfer.server.sse import json_response
-from jaxinfer.server.state import CONFIG, METRICS, MODEL, REQUEST_ID, REQUEST_LOG
+from jaxinfer.server.state import CONFIG, METRICS, MODEL, REQUEST_ID, REQUEST_LOG, TURNSTILE
 
 _log = logging.getLogger(__name__)
 _access_log = logging.getLogger("jaxinfer.access")
@@ -58,6 +58,14 @@ async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
         level = logging.DEBUG if request.method in _QUIET_METHODS else logging.INFO
         # What collects logs takes the fields as they are, people read them as one JSON object.
         _access_log.log(level, "%s", _Json(log), extra={"fields": log})
+
+
+@web.middleware
+async def take_turns(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Lets requests that are work begin a few at a time; health checks and metrics do not wait."""
+    if request.method not in _QUIET_METHODS:
+        await request.app[TURNSTILE].enter()
+    return await handler(request)
 
 
 class _Json:

@@ -6,7 +6,7 @@ import asyncio
 import traceback
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import fields, replace
 from typing import Any, Literal
 
@@ -56,6 +56,7 @@ class ServedModel:
         self.is_loading = False
         self._deadlines: set[asyncio.Timeout] = set()
         self._cut: ApiError | None = None
+        self._num_preparing = 0
         self._past: EngineStats | None = None
 
     @property
@@ -123,18 +124,24 @@ class ServedModel:
             )
             raise ApiError(404, message, code="model_not_loaded", param="model")
 
-    def check_room(self) -> None:
-        """Does nothing if its queue would take a request: before any work is put into one.
+    @contextmanager
+    def preparing(self) -> Iterator[None]:
+        """Surrounds the work put into a request before the engine gets it; it counts as queued.
 
         Raises:
-          ApiError: 429, it is full; 503, the engine has stopped.
+          ApiError: 429, the queue is full; 503, the engine has stopped.
         """
         try:
-            self.engine.check_room()
+            self.engine.check_room(1 + self._num_preparing)
         except QueueFullError as error:
             raise queue_full(str(error)) from None
         except EngineDeadError:
             raise unavailable("the engine has stopped", retry_after_s=10) from None
+        self._num_preparing += 1
+        try:
+            yield
+        finally:
+            self._num_preparing -= 1
 
     async def load(self, beside: Sequence[ServedModel] = ()) -> None:
         """Loads it, unless it is loaded.

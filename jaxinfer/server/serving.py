@@ -21,7 +21,7 @@ from jaxinfer.config import ServerConfig
 from jaxinfer.config_file import ModelEntry
 from jaxinfer.effective_settings import one_line, shown
 from jaxinfer.server.app import make_app, make_metrics_app
-from jaxinfer.server.connection import listen
+from jaxinfer.server.connection import accept, listen
 from jaxinfer.server.served_model import Models, ServedModel
 from jaxinfer.server.state import LIFECYCLE, MODELS
 
@@ -73,7 +73,7 @@ async def run(app: web.Application, config: ServerConfig) -> int:
     stopping = _stop_on_signals()
     for runner, server in doors:
         await runner.setup()
-        await server.start_serving()
+        await accept(server)
     _log.info("listening on %s (loading the model)", _address(doors[0][1], config))
     exit_code = await _supervise(app, config, stopping)
     if any(model.is_loading for model in app[MODELS]):

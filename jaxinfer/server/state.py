@@ -12,12 +12,14 @@ from jaxinfer.server.deep_check import DeepCheck
 from jaxinfer.server.lifecycle import Lifecycle
 from jaxinfer.server.metrics import Metrics
 from jaxinfer.server.served_model import Models, ServedModel
+from jaxinfer.server.turnstile import Turnstile
 
 MODELS = web.AppKey("models", Models)
 CONFIG = web.AppKey("config", ServerConfig)
 LIFECYCLE = web.AppKey("lifecycle", Lifecycle)
 METRICS = web.AppKey("metrics", Metrics)
 DEEP_CHECK = web.AppKey("deep_check", DeepCheck)
+TURNSTILE = web.AppKey("turnstile", Turnstile)
 EXECUTOR = web.AppKey("executor", ThreadPoolExecutor)
 """A few threads for what must not block the event loop: parsing, templates, tokenizing."""
 

@@ -10,7 +10,7 @@ from server.fake_engine import FakeAsyncEngine, Server, until
 
 from jaxinfer.config import ServerConfig
 from jaxinfer.server.app import make_app
-from jaxinfer.server.connection import listen
+from jaxinfer.server.connection import accept, listen
 from jaxinfer.server.state import LIFECYCLE
 
 
@@ -33,7 +33,7 @@ async def start(engine):
             options = {"access_log": None, **(options or {})}
             listener = await listen(runner, "127.0.0.1", 0, **options)
             await runner.setup()
-            await listener.start_serving()
+            await accept(listener)
             stack.push_async_callback(runner.cleanup)
             stack.callback(listener.close)
             session = await stack.enter_async_context(aiohttp.ClientSession())

@@ -62,7 +62,7 @@ class FakeAsyncEngine(AsyncEngine):
         self.most_running = None
 
     def check_room(self, num_sequences=1, num_prompt_tokens=0):
-        if self.most_running is not None and len(self.running) >= self.most_running:
+        if self.most_running is not None and len(self.running) + num_sequences > self.most_running:
             raise QueueFullError(f"{len(self.running)} are running")
 
     def clear_prefix_cache(self):
