@@ -3,6 +3,8 @@
 import asyncio
 import json
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import time
@@ -122,6 +124,14 @@ def small_server(*flags):
 def peak_mb(process):
     status = Path(f"/proc/{process.pid}/status").read_text()
     return int(status.split("VmHWM:")[1].split()[0]) / 1024
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for the length of the queue")
+async def test_many_connections_may_wait_to_be_accepted(server):
+    # Of a socket that listens, Linux tells how many may wait where others tell of lost packets.
+    info = server.listener.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 32)
+    most = int(Path("/proc/sys/net/core/somaxconn").read_text())
+    assert struct.unpack_from("=8x6I", info)[5] == min(1024, most)
 
 
 async def burst(server):
