@@ -145,10 +145,15 @@ class Measurement:
         """Returns all numbers."""
         plan = self._plan
         await self._tokens_per_s(max(plan.levels))  # warms up
-        found: dict[str, Any] = {
-            "tok_s": {level: await self._tokens_per_s(level) for level in plan.levels}
-        }
-        return {**found, **await self._shared_prefix(), **await self._long_prompt()}
+        found: dict[str, Any] = {"tok_s": {}}
+        for level in plan.levels:
+            found["tok_s"][level] = await self._tokens_per_s(level)
+            _tell(f"{level} at once: {found['tok_s'][level]} tok/s")
+        for part in (self._shared_prefix, self._long_prompt):
+            values = await part()
+            _tell(", ".join(f"{name} {value}" for name, value in values.items()))
+            found |= values
+        return found
 
     def _requests(self, count: int, *lengths: int) -> list[LoadRequest]:
         """Requests that no earlier ones begin like."""
@@ -212,6 +217,11 @@ class Measurement:
             if record.output_tokens != wanted:
                 raise ValueError(f"{record.output_tokens} tokens came, {wanted} were asked for")
         return records
+
+
+def _tell(progress: str) -> None:
+    """A slow server takes many minutes."""
+    print(f"  {progress}", file=sys.stderr, flush=True)
 
 
 def gaps(records: Sequence[RequestRecord], first: float, last: float) -> list[float]:
