@@ -2,6 +2,7 @@
 
 import os
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -12,6 +13,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 START_S = 240
+
+
+def free_port():
+    """Returns a port that nothing listens on just now."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
 
 
 class ServeProcess:

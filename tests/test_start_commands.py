@@ -1,12 +1,11 @@
 """Start commands as users were shown them: flags under their names, a TOML file, several models."""
 
 import json
-import socket
 import urllib.error
 import urllib.request
 
 import pytest
-from serve_process import ServeProcess
+from serve_process import ServeProcess, free_port
 from test_convert import CONFIG, write_model
 
 pytestmark = pytest.mark.slow
@@ -47,12 +46,6 @@ def config_of(server, model):
     ]
     pairs = line[line.index("{") + 1 : line.rindex("}")].split('",')
     return dict(pair.rstrip('"').split('="', 1) for pair in pairs)
-
-
-def free_port():
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
 
 
 def test_one_command_that_combines_the_flags(directory):

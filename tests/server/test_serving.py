@@ -11,6 +11,7 @@ import subprocess
 
 import aiohttp
 import pytest
+from serve_process import free_port
 from server.fake_engine import FakeAsyncEngine, Server, chat, until
 
 from jaxinfer.config import ServerConfig
@@ -20,12 +21,6 @@ from jaxinfer.server.served_model import Models, ServedModel
 from jaxinfer.server.state import LIFECYCLE
 
 CHAT = "/v1/chat/completions"
-
-
-def free_port():
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
 
 
 @pytest.fixture
